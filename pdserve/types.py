@@ -1,0 +1,148 @@
+"""The values that every part of pdserve passes around.
+
+Frozen dataclasses without behaviour beyond what follows from their own fields. Nothing here knows
+a socket, a tensor or a clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Role(StrEnum):
+    """What a worker does. A runtime setting: the same process can take another role."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # end-of-sequence id, stop id or stop string
+    LENGTH = "length"  # max_tokens reached
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Who holds blocks, transfers and tickets. It fences everything: two attempts never share one.
+
+    `router` is the incarnation of the router process, `attempt` counts from 1.
+    """
+
+    tenant: str
+    request_id: str
+    router: str
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"{self.tenant}/{self.request_id}@{self.router[:8]}#{self.attempt}"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen. `temperature` 0 is greedy; top_k 0 and min_p 0 are off.
+
+    Filters apply in this order: temperature, top_k, top_p, min_p. `logprobs` None: none are
+    returned; n >= 0: the chosen token's, and the n most likely ones'.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    max_tokens: int = 16
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """One sampled token. Logprobs are of the model's own distribution, before any filter."""
+
+    token_id: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of a finished request, counted at the original border of prompt and output."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A decode worker's promise to receive an attempt's KV.
+
+    The holder connects to `endpoint` and opens transfer `transfer_id` under `epoch`. The first
+    `cached_tokens` tokens need not be sent. It expires `ttl_ms` after the last sign of life.
+    """
+
+    transfer_id: bytes
+    epoch: int
+    endpoint: str
+    cached_tokens: int
+    ttl_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCounts:
+    """How a worker's KV blocks are divided. Every block is in exactly one of the three states."""
+
+    free: int = 0
+    cached: int = 0
+    leased: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.free + self.cached + self.leased
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a worker tells the routers about itself, several times a second.
+
+    `queued`: requests that wait for blocks or KV. `running`: requests in the batch, or, on a prefill
+    worker, prompts in computation and KV not yet acknowledged.
+    """
+
+    queued: int = 0
+    running: int = 0
+    blocks: BlockCounts = field(default_factory=BlockCounts)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What a worker can hold: bounds that a request must fit."""
+
+    vocab_size: int
+    max_model_len: int
+    pool_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """One incarnation of a worker, as it introduces itself to a router.
+
+    Equal `fingerprint`s mean bit-equal results (see docs/ARCHITECTURE.md, numeric contract).
+    """
+
+    worker_id: str
+    incarnation: str
+    role: Role
+    pid: int
+    host: str
+    kv_endpoint: str
+    fingerprint: str
+    model: str
+    limits: ModelLimits
+    eos_token_ids: tuple[int, ...] = ()
