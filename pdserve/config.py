@@ -1,6 +1,6 @@
 """Settings: one frozen dataclass a section, read from TOML, overridden by flags.
 
-An unknown section or key is an error that names the nearest known one. Every default is here and nowhere else.
+An unknown section or key is an error that names the nearest known one. Every default is here, nowhere else.
 """
 
 from __future__ import annotations

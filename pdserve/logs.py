@@ -1,7 +1,7 @@
 """Structured logs: one JSON object a line on stderr: time, level, logger, event, then the event's fields.
 
-    log = logs.logger("router")
-    log.info("worker lost", worker="decode-0", reason="session broke")
+log = logs.logger("router")
+log.info("worker lost", worker="decode-0", reason="session broke")
 """
 
 from __future__ import annotations
