@@ -6,6 +6,7 @@ a socket, a tensor or a clock.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -20,6 +21,15 @@ class Role(StrEnum):
 class FinishReason(StrEnum):
     STOP = "stop"  # end-of-sequence id, stop id or stop string
     LENGTH = "length"  # max_tokens reached
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """A regular end of an output. `stop_token_id` or `stop` says what matched where the reason is STOP."""
+
+    reason: FinishReason
+    stop_token_id: int | None = None
+    stop: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +65,17 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+
+    def end_of(self, output_ids: Sequence[int], eos_token_ids: Sequence[int]) -> Finish | None:
+        """The regular end that the last of `output_ids` brings, or None: the one rule, for worker and router."""
+        if not output_ids:
+            return None
+        last = output_ids[-1]
+        if last in self.stop_token_ids or (last in eos_token_ids and not self.ignore_eos):
+            return Finish(FinishReason.STOP, stop_token_id=last)
+        if len(output_ids) >= self.max_tokens:
+            return Finish(FinishReason.LENGTH)
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,201 @@
+"""The engine: one model, its blocks, and the loop of steps. A plain object that runs without Ray.
+
+One thread steps it; every other thread only enqueues commands, which are carried out between steps:
+
+    drain the inbox  ->  plan (scheduler)  ->  run (runner)  ->  accept the sampled tokens
+
+A sequence's lease is returned in one place, `_settle`: when it has ended and no transfer reads or writes its blocks.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from collections.abc import Sequence as ListLike
+
+from engine.blocks import BlockPool
+from engine.kv_store import KVStore, SequenceKV
+from engine.plan import StepPlan
+from engine.runner import Runner
+from engine.scheduler import Scheduler
+from engine.sequence import Phase, Sequence
+from model.decoder import Decoder
+from pdserve import logs
+from pdserve.config import EngineConfig
+from pdserve.errors import InternalError, InvalidArgument, PdserveError
+from pdserve.types import Finish, Load, ModelLimits, Owner, SampledToken
+
+_log = logs.logger("engine")
+
+
+class Engine:
+    """Steps sequences over one model. Methods marked "any thread" only enqueue."""
+
+    def __init__(self, decoder: Decoder, store: KVStore, config: EngineConfig, max_model_len: int) -> None:
+        self.decoder = decoder
+        self.store = store
+        self.max_model_len = max_model_len
+        self._pool = BlockPool(store.shape.block_count, store.shape.block_tokens)
+        self._scheduler = Scheduler(self._pool, config.max_step_tokens, config.max_running)
+        self._runner = Runner(decoder, store)
+        self._sequences: dict[Owner, Sequence] = {}
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._after_step: list[Callable[[], None]] = []
+
+    @property
+    def limits(self) -> ModelLimits:
+        shape = self.store.shape
+        return ModelLimits(
+            vocab_size=self.decoder.config.vocab_size,
+            max_model_len=self.max_model_len,
+            pool_tokens=shape.block_count * shape.block_tokens,
+        )
+
+    def add_after_step(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called after every step and inbox round. Only before the first step."""
+        self._after_step.append(callback)
+
+    # Commands: any thread.
+
+    def submit(self, sequence: Sequence) -> None:
+        """Queue a new sequence. Its sink hears of everything that follows."""
+        self._inbox.put(lambda: self._submit(sequence))
+
+    def abort(self, owner: Owner, error: PdserveError) -> None:
+        """End a sequence with `error`. Unknown or ended already: nothing happens."""
+        self._inbox.put(lambda: self._abort(owner, error))
+
+    def deliver(self, owner: Owner, tokens: ListLike[SampledToken]) -> None:
+        """All KV of a receiving sequence is in its blocks, and these tokens follow. Unpins it."""
+        self._inbox.put(lambda: self._deliver(owner, tokens))
+
+    def unpin(self, owner: Owner) -> None:
+        """No transfer reads or writes the sequence's blocks any more."""
+        self._inbox.put(lambda: self._unpin(owner))
+
+    def call(self, command: Callable[[], None]) -> None:
+        """Run `command` on the engine's thread between two steps."""
+        self._inbox.put(command)
+
+    def sequence_kv(self, sequence: Sequence) -> SequenceKV:
+        """A view of a leased sequence's KV. Valid while it is pinned or running."""
+        return SequenceKV(self.store, sequence.blocks)
+
+    # The loop: the engine's thread.
+
+    def step(self, wait_s: float = 0.0) -> bool:
+        """Carry out queued commands, then one step. Waits at most `wait_s` for work; False: there was none."""
+        worked = self._drain_inbox(0.0 if self._scheduler.has_work() else wait_s)
+        plan = self._scheduler.plan()
+        for sequence in plan.leased:
+            if sequence.pinned:
+                sequence.sink.on_leased(sequence)
+        if plan.slices:
+            self._run(plan)
+        if worked or plan.slices or plan.leased:
+            for callback in self._after_step:
+                callback()
+            return True
+        return False
+
+    def idle(self) -> bool:
+        """No sequence is left. The engine's thread."""
+        return not self._sequences
+
+    def load(self) -> Load:
+        """A snapshot for the routers. The engine's thread (see `call`)."""
+        running = self._scheduler.running_count
+        queued = self._scheduler.waiting_count + self._scheduler.receiving_count
+        return Load(queued=queued, running=running, blocks=self._pool.counts())
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless the pool's books add up and every lease has a sequence."""
+        self._pool.check_integrity()
+        if not self._sequences and self._pool.counts().leased:
+            raise InternalError(f"{self._pool.counts().leased} blocks are leased and no sequence is left")
+
+    def _drain_inbox(self, wait_s: float) -> bool:
+        worked = False
+        while True:
+            try:
+                command = self._inbox.get(timeout=wait_s) if wait_s > 0 else self._inbox.get_nowait()
+            except queue.Empty:
+                return worked
+            command()
+            worked, wait_s = True, 0.0
+
+    def _run(self, plan: StepPlan) -> None:
+        try:
+            sampled = self._runner.run(plan)
+        except Exception as error:  # noqa: BLE001 - the loop's supervisor: a failed step must end its requests, not the worker
+            _log.exception("step failed", sequences=len(plan.slices), tokens=plan.token_count)
+            failure = InternalError(f"a step failed: {type(error).__name__}: {error}")
+            for part in plan.slices:
+                self._abort(part.sequence.owner, failure)
+            return
+        for part in plan.slices:
+            part.sequence.computed = part.stop
+        for result in sampled:
+            self._accept(result.part.sequence, [result.token])
+
+    def _accept(self, sequence: Sequence, tokens: ListLike[SampledToken]) -> None:
+        finish: Finish | None = None
+        accepted: list[SampledToken] = []
+        for token in tokens:
+            finish = sequence.accept(token.token_id, self.decoder.config.eos_token_ids)
+            accepted.append(token)
+            if finish:
+                break
+        sequence.sink.on_tokens(sequence, accepted)
+        if sequence.stops_after_prefill:
+            self._end(sequence, None)
+        elif finish:
+            self._end(sequence, finish)
+
+    def _submit(self, sequence: Sequence) -> None:
+        if sequence.owner in self._sequences:
+            sequence.sink.on_end(sequence, InternalError(f"owner {sequence.owner} was submitted twice"))
+            return
+        longest = min(self.max_model_len, self.limits.pool_tokens)
+        if not 0 < sequence.known <= longest:
+            problem = f"{sequence.known} tokens: must be between 1 and {longest}"
+            sequence.sink.on_end(sequence, InvalidArgument("prompt", problem))
+            return
+        self._sequences[sequence.owner] = sequence
+        self._scheduler.add(sequence)
+
+    def _abort(self, owner: Owner, error: PdserveError) -> None:
+        sequence = self._sequences.get(owner)
+        if sequence is not None and sequence.phase is not Phase.ENDED:
+            self._end(sequence, error)
+
+    def _deliver(self, owner: Owner, tokens: ListLike[SampledToken]) -> None:
+        sequence = self._sequences.get(owner)
+        if sequence is None:
+            return
+        sequence.pinned = False
+        if sequence.phase is Phase.RECEIVING:
+            self._scheduler.delivered(sequence)
+            self._accept(sequence, tokens)
+        else:
+            self._settle(sequence)
+
+    def _unpin(self, owner: Owner) -> None:
+        sequence = self._sequences.get(owner)
+        if sequence is not None:
+            sequence.pinned = False
+            self._settle(sequence)
+
+    def _end(self, sequence: Sequence, outcome: Finish | PdserveError | None) -> None:
+        self._scheduler.remove(sequence)
+        sequence.outcome = outcome
+        if sequence.pinned and isinstance(outcome, PdserveError):
+            sequence.sink.on_abort(sequence, outcome)
+        self._settle(sequence)
+
+    def _settle(self, sequence: Sequence) -> None:
+        """Return the lease of a sequence that has ended, once nobody touches its blocks."""
+        if sequence.phase is Phase.ENDED and not sequence.pinned:
+            self._pool.give_back(sequence.owner)
+            del self._sequences[sequence.owner]
+            sequence.sink.on_end(sequence, sequence.outcome)

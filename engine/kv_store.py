@@ -1,0 +1,53 @@
+"""The paged KV store: the cache's memory, and one sequence's view of it as canonical bytes.
+
+`SequenceKV` has the shape of kvtransfer's reader and writer without knowing that package: the engine's store and
+the wire meet in the workers.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence as ListLike
+
+import torch
+
+from kernels.ops import CacheShape, Kernels
+
+# A received frame's memory is read-only. It is only read from, which torch cannot know.
+warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
+
+
+class KVStore:
+    """The memory of all blocks of one worker."""
+
+    def __init__(self, kernels: Kernels, shape: CacheShape) -> None:
+        self.kernels = kernels
+        self.shape = shape
+        self.cache = kernels.make_cache(shape)
+
+    def slots(self, blocks: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Where positions [start, stop) of a sequence with these blocks lie: int64 [stop - start]."""
+        positions = torch.arange(start, stop)
+        block_tokens = self.shape.block_tokens
+        return blocks[positions // block_tokens] * block_tokens + positions % block_tokens
+
+
+class SequenceKV:
+    """One sequence's KV by layer and token range, through its block table."""
+
+    def __init__(self, store: KVStore, blocks: ListLike[int]) -> None:
+        self._store = store
+        self._blocks = torch.tensor(blocks, dtype=torch.int64)
+
+    def read(self, layer: int, start: int, stop: int) -> memoryview:
+        """Tokens [start, stop) of a layer: a fresh copy, K [T, Hkv, D] then V [T, Hkv, D], row-major."""
+        store = self._store
+        values = store.kernels.read_kv(store.cache, layer, store.slots(self._blocks, start, stop))
+        return memoryview(values.view(torch.uint8).numpy()).cast("B")
+
+    def write(self, layer: int, start: int, stop: int, payload: memoryview) -> None:
+        """Copy canonical bytes into the sequence's blocks."""
+        store, shape = self._store, self._store.shape
+        values = torch.frombuffer(payload, dtype=shape.dtype)
+        k, v = values.view(2, stop - start, shape.kv_heads, shape.head_dim)
+        store.kernels.write_kv(store.cache, layer, store.slots(self._blocks, start, stop), k, v)

@@ -1,0 +1,119 @@
+"""A sequence: one sample of a request while a worker's engine has it.
+
+Life cycle (the names are those of `Phase`):
+
+    WAITING ──blocks leased──► RUNNING ─────────────► ENDED
+       │                          ▲                     ▲
+       └─blocks leased,           │ KV delivered        │
+         KV comes from outside──► RECEIVING ────────────┘  (any phase: aborted)
+    RUNNING ──preempted: blocks given back, KV to be computed again──► WAITING
+
+RUNNING covers prefill and decode alike: a step computes the KV of the next `known - computed` tokens, or a part of
+them; when none is left, the token after them is sampled. A sequence whose KV a transfer may still read or write is
+`pinned`: it keeps its lease even when ENDED, until it is unpinned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as ListLike
+from enum import Enum
+from typing import Protocol
+
+from pdserve.errors import PdserveError
+from pdserve.types import Finish, Owner, SampledToken, SamplingParams
+
+
+class Phase(Enum):
+    WAITING = "waiting"
+    RECEIVING = "receiving"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+class KVSource(Enum):
+    """Where the KV of the tokens known at the start comes from."""
+
+    COMPUTED = "computed"  # this engine computes it
+    DELIVERED = "delivered"  # another worker sends it
+
+
+class Sink(Protocol):
+    """Told what happens to a sequence, on the engine's thread. Must only note or enqueue, never block."""
+
+    def on_leased(self, sequence: Sequence) -> None:
+        """Its blocks are leased: `sequence.blocks`."""
+        ...
+
+    def on_layer(self, sequence: Sequence, layer: int, start: int, stop: int) -> None:
+        """The KV of tokens [start, stop) of a layer is in its blocks (only where `exports_kv`)."""
+        ...
+
+    def on_tokens(self, sequence: Sequence, tokens: ListLike[SampledToken]) -> None:
+        """Tokens were appended to its output."""
+        ...
+
+    def on_abort(self, sequence: Sequence, error: PdserveError) -> None:
+        """It was aborted but is pinned: bring its transfer to an end, then unpin it."""
+        ...
+
+    def on_end(self, sequence: Sequence, outcome: Finish | PdserveError | None) -> None:
+        """It has ended and its lease is returned. None: a prefill whose KV was handed over."""
+        ...
+
+
+class Sequence:
+    """`prompt_ids` and `output_ids` stay apart: every parameter refers to the border between them.
+
+    `stops_after_prefill`: the sequence ends with the first sampled token (a prefill worker's). `exports_kv`: its sink
+    is told of each layer.
+    """
+
+    def __init__(
+        self,
+        owner: Owner,
+        prompt_ids: ListLike[int],
+        output_ids: ListLike[int],
+        params: SamplingParams,
+        sink: Sink,
+        *,
+        source: KVSource = KVSource.COMPUTED,
+        stops_after_prefill: bool = False,
+        exports_kv: bool = False,
+        index: int = 0,
+    ) -> None:
+        self.owner = owner
+        self.params = params
+        self.sink = sink
+        self.source = source
+        self.stops_after_prefill = stops_after_prefill
+        self.exports_kv = exports_kv
+        self.index = index
+        self.prompt_count = len(prompt_ids)
+        self.token_ids = [*prompt_ids, *output_ids]
+        self.phase = Phase.WAITING
+        self.pinned = False
+        self.blocks: list[int] = []
+        self.computed = 0
+        self.outcome: Finish | PdserveError | None = None
+
+    @property
+    def known(self) -> int:
+        """How many tokens are known: prompt and output."""
+        return len(self.token_ids)
+
+    @property
+    def pending(self) -> int:
+        """How many known tokens have no KV yet. 1: it decodes."""
+        return len(self.token_ids) - self.computed
+
+    @property
+    def output_count(self) -> int:
+        return len(self.token_ids) - self.prompt_count
+
+    def accept(self, token_id: int, eos_token_ids: ListLike[int]) -> Finish | None:
+        """Append a token to the output; the regular end it brings, or None."""
+        self.token_ids.append(token_id)
+        return self.params.end_of(self.token_ids[self.prompt_count :], eos_token_ids)
+
+    def __repr__(self) -> str:
+        return f"<Sequence {self.owner} {self.phase.value} {self.computed}/{self.known}>"
