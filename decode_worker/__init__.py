@@ -1,0 +1,1 @@
+"""Tickets out, KV in, continuous batching, tokens out."""

@@ -1,0 +1,1 @@
+"""Prompts in, KV out layer by layer, and the first token."""

@@ -1,0 +1,169 @@
+"""The decode service: promises to receive KV, receives it, and streams tokens from the running batch.
+
+One `Import` an attempt joins the wire and the engine:
+
+    StartDecode      -> a transfer is expected: Ticket to the router
+    OPEN arrives     -> the sequence is submitted; the engine leases blocks when its turn comes
+    blocks leased    -> credit is granted, KV is written as it comes
+    COMMIT verified  -> the sequence joins the batch with the first tokens; they are streamed at once
+    each step        -> the tokens of all sequences leave in one report
+
+With `local_prefill` the engine computes the prompt itself and nothing is expected. Blocks are pinned from the lease
+until the transfer has ended, so that no late frame can reach a block that was given to someone else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as ListLike
+from typing import Protocol
+
+from engine.engine import Engine
+from engine.sequence import KVSource, Sequence
+from kvtransfer.link import Link
+from pdserve import logs
+from pdserve.errors import Cancelled, PdserveError, ResourceExhausted
+from pdserve.types import Finish, Owner, SampledToken, SamplingParams, Ticket
+
+_log = logs.logger("decode")
+
+
+class Reports(Protocol):
+    def ticket(self, owner: Owner, ticket: Ticket) -> None: ...
+
+    def tokens(self, batch: list[tuple[Owner, int, ListLike[SampledToken]]]) -> None: ...
+
+    def terminal(self, owner: Owner, outcome: Finish | PdserveError | None) -> None: ...
+
+
+class DecodeService:
+    """Commands come from the session thread; the rest runs on the engine's and the link's threads."""
+
+    def __init__(self, engine: Engine, link: Link, reports: Reports, max_queued: int) -> None:
+        self._engine = engine
+        self._link = link
+        self._reports = reports
+        self._max_queued = max_queued
+        self._imports: dict[Owner, Import] = {}
+        self._new_tokens: list[tuple[Owner, int, ListLike[SampledToken]]] = []
+        self._ended: list[tuple[Owner, Finish | PdserveError | None]] = []
+        engine.add_after_step(self._report_step)
+
+    def start(
+        self,
+        owner: Owner,
+        prompt_ids: ListLike[int],
+        output_ids: ListLike[int],
+        params: SamplingParams,
+        local_prefill: bool,
+    ) -> None:
+        """Admit an attempt: issue its ticket, or queue it for local computation."""
+        if len(self._imports) >= self._max_queued:
+            full = ResourceExhausted(f"{len(self._imports)} requests are queued, the most this worker takes")
+            self._reports.terminal(owner, full)
+            return
+        source = KVSource.COMPUTED if local_prefill else KVSource.DELIVERED
+        entry = Import(self, owner)
+        sequence = Sequence(owner, prompt_ids, output_ids, params, entry, source=source)
+        self._imports[owner] = entry
+        if local_prefill:
+            self._engine.submit(sequence)
+            return
+        try:
+            ticket = entry.expect(sequence)
+        except ResourceExhausted as error:
+            self.drop(owner, error)
+            return
+        self._reports.ticket(owner, ticket)
+
+    def abort(self, owner: Owner) -> None:
+        entry = self._imports.get(owner)
+        if entry is not None:
+            entry.abort(Cancelled(f"{owner} was aborted"))
+
+    def owners(self) -> list[Owner]:
+        return list(self._imports)
+
+    def drop(self, owner: Owner, error: PdserveError) -> None:
+        """End an attempt that never reached the engine. Any thread."""
+        if self._imports.pop(owner, None) is not None:
+            self._reports.terminal(owner, error)
+
+    # The engine's thread.
+
+    def note_tokens(self, owner: Owner, first_position: int, tokens: ListLike[SampledToken]) -> None:
+        self._new_tokens.append((owner, first_position, tokens))
+
+    def note_end(self, owner: Owner, outcome: Finish | PdserveError | None) -> None:
+        self._imports.pop(owner, None)
+        self._ended.append((owner, outcome))
+
+    def _report_step(self) -> None:
+        """Tokens first: a Terminal may not overtake the tokens before it."""
+        if self._new_tokens:
+            self._reports.tokens(self._new_tokens)
+            self._new_tokens = []
+        for owner, outcome in self._ended:
+            self._reports.terminal(owner, outcome)
+        self._ended.clear()
+
+
+class Import:
+    """One attempt's way from the wire into the batch: the transfer's end and the sequence's sink."""
+
+    def __init__(self, service: DecodeService, owner: Owner) -> None:
+        self._service = service
+        self._engine = service._engine
+        self._link = service._link
+        self._owner = owner
+        self._transfer_id: bytes | None = None
+        self._submitted = False
+
+    def expect(self, sequence: Sequence) -> Ticket:
+        """Be ready for the transfer of all known tokens' KV. The session thread."""
+        ticket = self._link.expect(
+            self._owner, sequence.token_ids, lambda: self._on_need_blocks(sequence), self._on_transfer_end
+        )
+        self._transfer_id = ticket.transfer_id
+        return ticket
+
+    def abort(self, error: PdserveError) -> None:
+        """End it, whatever its state. The session thread."""
+        if self._transfer_id is not None:
+            self._link.abort_receiver(self._transfer_id, error)
+        self._engine.abort(self._owner, error)
+
+    # The link's thread.
+
+    def _on_need_blocks(self, sequence: Sequence) -> None:
+        self._submitted = True
+        self._engine.submit(sequence)
+
+    def _on_transfer_end(self, result: ListLike[SampledToken] | PdserveError) -> None:
+        if not isinstance(result, PdserveError):
+            self._engine.deliver(self._owner, result)
+            return
+        _log.info("transfer failed", owner=self._owner, error=result)
+        if self._submitted:
+            self._engine.abort(self._owner, result)
+            self._engine.unpin(self._owner)
+        else:
+            self._service.drop(self._owner, result)
+
+    # The engine's thread.
+
+    def on_leased(self, sequence: Sequence) -> None:
+        assert self._transfer_id is not None
+        self._link.blocks_leased(self._transfer_id, self._engine.sequence_kv(sequence))
+
+    def on_layer(self, sequence: Sequence, layer: int, start: int, stop: int) -> None:
+        raise AssertionError("a decode worker exports no KV")
+
+    def on_tokens(self, sequence: Sequence, tokens: ListLike[SampledToken]) -> None:
+        self._service.note_tokens(self._owner, sequence.output_count - len(tokens), tokens)
+
+    def on_abort(self, sequence: Sequence, error: PdserveError) -> None:
+        assert self._transfer_id is not None
+        self._link.abort_receiver(self._transfer_id, error)
+
+    def on_end(self, sequence: Sequence, outcome: Finish | PdserveError | None) -> None:
+        self._service.note_end(self._owner, outcome)

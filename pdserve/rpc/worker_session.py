@@ -1,0 +1,219 @@
+"""A worker's side of the Session stream: one to each router, opened by the worker and opened again when it breaks.
+
+    connect -> Hello -> Welcome -> Load at the router's interval, commands in, reports out -> broken -> wait -> connect
+
+The stream is the membership. When it breaks, or the router has been silent for its timeout, the handler hears
+`router_lost` and must drop all that this router's owners hold; nothing is buffered for a router that is not there.
+
+A thread of its own runs the streams. Handlers are called on it and must only enqueue; reports come from any thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import grpc
+
+from pdserve import logs
+from pdserve.errors import PdserveError
+from pdserve.rpc import cluster_pb2 as pb
+from pdserve.rpc import convert
+from pdserve.rpc.cluster_pb2_grpc import ClusterStub
+from pdserve.types import Finish, Load, Owner, SampledToken, SamplingParams, Ticket, WorkerInfo
+
+_log = logs.logger("session")
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.use_local_subchannel_pool", 1),  # a new connection after a break, not a shared channel in back-off
+)
+_WELCOME_TIMEOUT_S = 5.0
+_RECONNECT_S = 0.2
+_MAX_UNSENT = 10_000
+
+
+class SessionHandler(Protocol):
+    """What a router asks of a worker."""
+
+    def start_decode(
+        self,
+        owner: Owner,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        params: SamplingParams,
+        local_prefill: bool,
+    ) -> None: ...
+
+    def start_prefill(
+        self,
+        owner: Owner,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        params: SamplingParams,
+        ticket: Ticket,
+    ) -> None: ...
+
+    def abort(self, owner: Owner) -> None: ...
+
+    def router_lost(self, router: str) -> None: ...
+
+
+class WorkerSessions:
+    """The sessions of one worker with all its routers."""
+
+    def __init__(
+        self, addresses: Iterable[str], info: WorkerInfo, handler: SessionHandler, load: Callable[[], Load]
+    ) -> None:
+        self._addresses = tuple(addresses)
+        self._info = info
+        self._handler = handler
+        self._load = load
+        self._outboxes: dict[str, asyncio.Queue[pb.WorkerMessage]] = {}
+        self._loop = asyncio.new_event_loop()
+        self._stopping = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="sessions", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Break the sessions and end the thread."""
+        self._loop.call_soon_threadsafe(self._stopping.set)
+        self._thread.join(timeout_s)
+
+    # Reports: any thread.
+
+    def ticket(self, owner: Owner, ticket: Ticket) -> None:
+        self._send(owner.router, pb.WorkerMessage(ticket=convert.ticket_to_proto(owner, ticket)))
+
+    def tokens(self, batch: Iterable[tuple[Owner, int, Sequence[SampledToken]]]) -> None:
+        """New tokens of all requests of a step: (owner, position of the first in the output, tokens)."""
+        by_router: dict[str, pb.Tokens] = {}
+        for owner, first_position, tokens in batch:
+            by_router.setdefault(owner.router, pb.Tokens()).batch.append(
+                pb.OwnerTokens(
+                    owner=convert.owner_to_proto(owner),
+                    first_position=first_position,
+                    tokens=[convert.token_to_proto(token) for token in tokens],
+                )
+            )
+        for router, message in by_router.items():
+            self._send(router, pb.WorkerMessage(tokens=message))
+
+    def terminal(self, owner: Owner, outcome: Finish | PdserveError | None) -> None:
+        self._send(owner.router, pb.WorkerMessage(terminal=convert.terminal_to_proto(owner, outcome)))
+
+    def _send(self, router: str, message: pb.WorkerMessage) -> None:
+        self._loop.call_soon_threadsafe(self._enqueue, router, message)
+
+    def _enqueue(self, router: str, message: pb.WorkerMessage) -> None:
+        outbox = self._outboxes.get(router)
+        if outbox is None:
+            return
+        if outbox.qsize() >= _MAX_UNSENT:
+            _log.error("router reads too slowly, session broken", router=router, unsent=outbox.qsize())
+            del self._outboxes[router]
+            return
+        outbox.put_nowait(message)
+
+    # The session thread.
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._keep_all())
+        finally:
+            self._loop.close()
+
+    async def _keep_all(self) -> None:
+        tasks = [asyncio.create_task(self._keep(address)) for address in self._addresses]
+        await self._stopping.wait()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _keep(self, address: str) -> None:
+        """Hold a session with one router for as long as the worker lives."""
+        while True:
+            try:
+                await self._hold(address)
+            except grpc.aio.AioRpcError as error:
+                _log.debug("no session", address=address, code=error.code().name, details=error.details())
+            except TimeoutError:
+                _log.warning("router is silent", address=address)
+            await asyncio.sleep(_RECONNECT_S)
+
+    async def _hold(self, address: str) -> None:
+        async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+            call = ClusterStub(channel).Session()
+            await call.write(pb.WorkerMessage(hello=convert.worker_to_hello(self._info)))
+            welcome = await asyncio.wait_for(call.read(), _WELCOME_TIMEOUT_S)
+            if welcome is grpc.aio.EOF:
+                return
+            router = welcome.welcome.router
+            outbox: asyncio.Queue[pb.WorkerMessage] = asyncio.Queue()
+            self._outboxes[router] = outbox
+            _log.info("session open", router=router, address=address)
+            writers = [
+                asyncio.create_task(self._write(call, router, outbox)),
+                asyncio.create_task(self._renew(outbox, welcome.welcome.renew_interval_ms / 1000)),
+            ]
+            try:
+                await self._read(call, welcome.welcome.timeout_ms / 1000)
+            finally:
+                for task in writers:
+                    task.cancel()
+                await asyncio.gather(*writers, return_exceptions=True)
+                call.cancel()
+                if self._outboxes.get(router) is outbox:
+                    del self._outboxes[router]
+                _log.info("session broken", router=router, address=address)
+                self._handler.router_lost(router)
+
+    async def _write(self, call: grpc.aio.StreamStreamCall, router: str, outbox: asyncio.Queue) -> None:
+        try:
+            while self._outboxes.get(router) is outbox:
+                await call.write(await outbox.get())
+        finally:
+            call.cancel()  # the reader ends as well
+
+    async def _renew(self, outbox: asyncio.Queue, interval_s: float) -> None:
+        while True:
+            outbox.put_nowait(pb.WorkerMessage(load=convert.load_to_proto(self._load())))
+            await asyncio.sleep(interval_s)
+
+    async def _read(self, call: grpc.aio.StreamStreamCall, timeout_s: float) -> None:
+        while True:
+            message = await asyncio.wait_for(call.read(), timeout_s)
+            if message is grpc.aio.EOF:
+                return
+            self._handle(message)
+
+    def _handle(self, message: pb.RouterMessage) -> None:
+        match message.WhichOneof("message"):
+            case "start_decode":
+                start = message.start_decode
+                self._handler.start_decode(*_sequence(start.sequence), start.local_prefill)
+            case "start_prefill":
+                start = message.start_prefill
+                self._handler.start_prefill(*_sequence(start.sequence), convert.ticket_from_proto(start.ticket))
+            case "abort":
+                self._handler.abort(convert.owner_from_proto(message.abort.owner))
+            case "renew" | "welcome":
+                pass
+            case unknown:
+                _log.warning("unknown message from a router", kind=unknown)
+
+
+def _sequence(message: pb.Sequence) -> tuple[Owner, list[int], list[int], SamplingParams]:
+    return (
+        convert.owner_from_proto(message.owner),
+        list(message.prompt_ids),
+        list(message.output_ids),
+        convert.sampling_from_proto(message.sampling),
+    )

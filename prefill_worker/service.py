@@ -1,0 +1,116 @@
+"""The prefill service: computes a prompt's KV and streams it to the decode worker that issued the ticket.
+
+One `Export` a prompt joins the engine and the wire:
+
+    engine leases blocks    -> open the transfer (OPEN)
+    a layer of a chunk done -> that range may be sent, while the next layer is computed
+    first token sampled     -> COMMIT carries it
+    transfer ended (ACK)    -> the blocks are unpinned, the engine returns the lease, the router is told
+
+The lease outlives the computation: it is returned when the receiver has acknowledged everything, or the transfer has
+failed. Either side's failure ends the other's part through the same two calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as ListLike
+from typing import Protocol
+
+from engine.engine import Engine
+from engine.sequence import Sequence
+from kvtransfer.link import Link
+from pdserve import logs
+from pdserve.errors import Cancelled, PdserveError, ResourceExhausted
+from pdserve.types import Finish, Owner, SampledToken, SamplingParams, Ticket
+
+_log = logs.logger("prefill")
+
+
+class Reports(Protocol):
+    def terminal(self, owner: Owner, outcome: Finish | PdserveError | None) -> None: ...
+
+
+class PrefillService:
+    """Commands come from the session thread; the rest runs on the engine's and the link's threads."""
+
+    def __init__(self, engine: Engine, link: Link, reports: Reports, max_queued: int) -> None:
+        self._engine = engine
+        self._link = link
+        self._reports = reports
+        self._max_queued = max_queued
+        self._exports: dict[Owner, Export] = {}
+
+    def start(
+        self,
+        owner: Owner,
+        prompt_ids: ListLike[int],
+        output_ids: ListLike[int],
+        params: SamplingParams,
+        ticket: Ticket,
+    ) -> None:
+        """Queue the prompt (and the output accepted by earlier attempts) for computation."""
+        if len(self._exports) >= self._max_queued:
+            full = ResourceExhausted(f"{len(self._exports)} prompts are queued, the most this worker takes")
+            self._reports.terminal(owner, full)
+            return
+        export = Export(self, owner, ticket)
+        self._exports[owner] = export
+        sequence = Sequence(owner, prompt_ids, output_ids, params, export, stops_after_prefill=True, exports_kv=True)
+        self._engine.submit(sequence)
+
+    def abort(self, owner: Owner) -> None:
+        self._engine.abort(owner, Cancelled(f"{owner} was aborted"))
+
+    def owners(self) -> list[Owner]:
+        return list(self._exports)
+
+    def ended(self, owner: Owner, outcome: PdserveError | None) -> None:
+        del self._exports[owner]
+        self._reports.terminal(owner, outcome)
+
+
+class Export:
+    """One prompt's way from the engine to the wire: the sequence's sink and the transfer's end."""
+
+    def __init__(self, service: PrefillService, owner: Owner, ticket: Ticket) -> None:
+        self._service = service
+        self._engine = service._engine
+        self._link = service._link
+        self._owner = owner
+        self._ticket = ticket
+        self._transfer_error: PdserveError | None = None
+
+    # The engine's thread.
+
+    def on_leased(self, sequence: Sequence) -> None:
+        self._link.open_sender(
+            self._ticket,
+            self._owner,
+            sequence.token_ids,
+            sequence.known,
+            self._engine.sequence_kv(sequence),
+            self._on_transfer_end,
+        )
+
+    def on_layer(self, sequence: Sequence, layer: int, start: int, stop: int) -> None:
+        self._link.layer_ready(self._ticket.transfer_id, layer, start, stop)
+
+    def on_tokens(self, sequence: Sequence, tokens: ListLike[SampledToken]) -> None:
+        self._link.commit(self._ticket.transfer_id, tokens)
+
+    def on_abort(self, sequence: Sequence, error: PdserveError) -> None:
+        self._link.abort_sender(self._ticket.transfer_id, error)
+
+    def on_end(self, sequence: Sequence, outcome: Finish | PdserveError | None) -> None:
+        error = outcome if isinstance(outcome, PdserveError) else self._transfer_error
+        if error is not None:
+            _log.info("prefill ended early", owner=self._owner, error=error)
+        self._service.ended(self._owner, error)
+
+    # The link's thread.
+
+    def _on_transfer_end(self, error: PdserveError | None) -> None:
+        if error is not None:
+            self._transfer_error = error
+            self._engine.abort(self._owner, error)
+        self._engine.unpin(self._owner)

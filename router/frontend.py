@@ -1,0 +1,234 @@
+"""The gRPC front: pdserve.v1.Inference. Protos in, protos out; text and ids meet here.
+
+A Generate call: check and tokenise -> hand over to the router -> Started, then Deltas as tokens come, then Finished.
+The client going away, in whatever state, ends the request. Errors become a gRPC status with details (the wrong field,
+when to try again).
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterable, AsyncIterator, Iterable
+from typing import Protocol
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import Message
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from pdserve import logs
+from pdserve.errors import Cancelled, InvalidArgument, PdserveError, ResourceExhausted
+from pdserve.rpc import inference_pb2 as pb
+from pdserve.rpc.inference_pb2_grpc import InferenceServicer
+from pdserve.types import Finish, FinishReason, ModelLimits, SampledToken, Usage
+from router.dispatch import Accept, End, Request
+from router.text import ChatMessage, Detokenizer, StopStrings, Tokenizer
+from router.validation import GenerateParams, ResolvedRequest, check_chat, check_prompt_text, resolve_request
+
+_log = logs.logger("front")
+
+_FINISH_REASONS = {
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+}
+
+
+class RouterCalls(Protocol):
+    """What the front asks of the router."""
+
+    model: str
+
+    async def limits(self) -> ModelLimits: ...
+
+    def submit(self, request: Request) -> AsyncIterable[Accept | End]: ...
+
+    def cancel(self, request_id: str, error: PdserveError | None = None) -> None: ...
+
+    def finish(self, request_id: str, finish: Finish) -> None: ...
+
+    def model_info(self, limits: ModelLimits) -> pb.ModelInfo: ...
+
+    def server_info(self) -> pb.ServerInfo: ...
+
+
+class Output:
+    """One output's text side: ids in, text out, up to a stop string."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...], with_logprobs: bool) -> None:
+        self._detokenizer = Detokenizer(tokenizer)
+        self._stops = StopStrings(stops)
+        self._with_logprobs = with_logprobs
+        self.token_count = 0
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that matched."""
+        return self._stops.matched
+
+    def push(self, tokens: Iterable[SampledToken]) -> pb.Delta:
+        """The delta these tokens make. Tokens after the one that completed a stop string are dropped."""
+        delta = pb.Delta()
+        for token in tokens:
+            text, matched = self._stops.push(self._detokenizer.push([token.token_id]))
+            delta.text += text
+            delta.token_ids.append(token.token_id)
+            if self._with_logprobs:
+                delta.logprobs.append(_logprobs(token))
+            self.token_count += 1
+            if matched is not None:
+                break
+        return delta
+
+    def finish(self) -> str:
+        """The text that was held back and is final now."""
+        text, _ = self._stops.push(self._detokenizer.finish())
+        return text if self._stops.matched is not None else text + self._stops.finish()
+
+
+class Frontend(InferenceServicer):
+    """The servicer. Stateless but for the calls that are open."""
+
+    def __init__(self, router: RouterCalls, tokenizer: Tokenizer) -> None:
+        self._router = router
+        self._tokenizer = tokenizer
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        try:
+            resolved = await self._resolve(request)
+            events = self._router.submit(Request(resolved.request_id, resolved.prompt_ids, resolved.sampling))
+        except PdserveError as error:
+            await _abort(context, error)
+        try:
+            yield pb.GenerateResponse(started=_started(resolved))
+            async for response in self._stream(resolved, events):
+                yield response
+        except PdserveError as error:
+            await _abort(context, error)
+        finally:
+            self._router.cancel(resolved.request_id)
+
+    async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
+        self._router.cancel(request.request_id, Cancelled(f"request {request.request_id} was aborted"))
+        return pb.AbortResponse()
+
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext) -> pb.ModelInfo:
+        try:
+            return self._router.model_info(await self._router.limits())
+        except PdserveError as error:
+            await _abort(context, error)
+            raise AssertionError("unreachable") from error
+
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext) -> pb.ServerInfo:
+        return self._router.server_info()
+
+    async def _resolve(self, request: pb.GenerateRequest) -> ResolvedRequest:
+        field, prompt_ids = self._prompt_ids(request)
+        params = _params(request.request_id or uuid.uuid4().hex, request.model, request.sampling)
+        return resolve_request(params, prompt_ids, await self._router.limits(), self._router.model, prompt_field=field)
+
+    def _prompt_ids(self, request: pb.GenerateRequest) -> tuple[str, list[int]]:
+        """The prompt as ids, and the field it came in."""
+        match request.WhichOneof("input"):
+            case "prompt":
+                check_prompt_text(request.prompt)
+                return "prompt", self._tokenizer.encode(request.prompt)
+            case "prompt_token_ids":
+                return "prompt_token_ids", list(request.prompt_token_ids.ids)
+            case "chat":
+                messages = [ChatMessage(message.role, message.content) for message in request.chat.messages]
+                check_chat(messages)
+                return "chat", self._tokenizer.apply_chat_template(messages)
+        raise InvalidArgument("prompt", "is missing: set prompt, prompt_token_ids or chat")
+
+    async def _stream(
+        self, resolved: ResolvedRequest, events: AsyncIterable[Accept | End]
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        output = Output(self._tokenizer, resolved.stop, resolved.sampling.logprobs is not None)
+        async for event in events:
+            if isinstance(event, Accept) and output.stop is None:
+                delta = output.push(event.tokens)
+                yield pb.GenerateResponse(delta=delta)
+                if output.stop is not None:
+                    self._router.finish(resolved.request_id, Finish(FinishReason.STOP, stop=output.stop))
+            elif isinstance(event, End):
+                if isinstance(event.outcome, PdserveError):
+                    raise event.outcome
+                if output.stop is None and (rest := output.finish()):
+                    yield pb.GenerateResponse(delta=pb.Delta(text=rest))
+                yield pb.GenerateResponse(finished=_finished(event, event.outcome, resolved, output))
+
+
+def _params(request_id: str, model: str, sampling: pb.SamplingParams) -> GenerateParams:
+    def given(field: str) -> float | int | None:
+        return getattr(sampling, field) if sampling.HasField(field) else None
+
+    return GenerateParams(
+        request_id=request_id,
+        model=model,
+        temperature=given("temperature"),
+        top_p=given("top_p"),
+        top_k=given("top_k"),
+        min_p=given("min_p"),
+        seed=given("seed"),
+        max_tokens=given("max_tokens"),
+        stop=tuple(sampling.stop),
+        stop_token_ids=tuple(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+        logprobs=given("logprobs"),
+    )
+
+
+def _started(resolved: ResolvedRequest) -> pb.Started:
+    return pb.Started(
+        request_id=resolved.request_id,
+        model=resolved.model,
+        seed=resolved.sampling.seed,
+        prompt_token_ids=resolved.prompt_ids,
+    )
+
+
+def _finished(event: End, finish: Finish, resolved: ResolvedRequest, output: Output) -> pb.Finished:
+    if output.stop is not None:  # also where the worker's own end and the text's came together
+        finish = Finish(FinishReason.STOP, stop=output.stop)
+    usage = Usage(len(resolved.prompt_ids), output.token_count)
+    return pb.Finished(
+        finish_reason=_FINISH_REASONS[finish.reason],
+        stop=finish.stop,
+        stop_token_id=finish.stop_token_id,
+        usage=pb.Usage(
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            cached_tokens=usage.cached_tokens,
+        ),
+        exact=event.exact,
+        attempts=event.attempts,
+    )
+
+
+def _logprobs(token: SampledToken) -> pb.TokenLogprobs:
+    top = [pb.TopLogprob(token_id=i, logprob=p) for i, p in token.top_logprobs]
+    return pb.TokenLogprobs(logprob=token.logprob, top=top)
+
+
+async def _abort(context: grpc.aio.ServicerContext, error: PdserveError) -> None:
+    """End the call with the error's status and details. Does not return."""
+    status = status_pb2.Status(code=code_pb2.Code.Value(error.code), message=str(error))
+    if isinstance(error, InvalidArgument):
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.problem)
+        status.details.append(_pack(error_details_pb2.BadRequest(field_violations=[violation])))
+    if isinstance(error, ResourceExhausted):
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(int(error.retry_after_s * 1000))
+        status.details.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
+    if error.code == "INTERNAL":
+        _log.error("request failed", error=error)
+    await context.abort_with_status(rpc_status.to_status(status))
+
+
+def _pack(message: Message) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed

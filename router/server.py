@@ -1,0 +1,288 @@
+"""The router as a process: joins dispatch, membership, the Session streams and the gRPC front on one event loop.
+
+It carries out what the pure cores decide. Nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import secrets
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+from grpc_reflection.v1alpha import reflection
+
+from pdserve import logs
+from pdserve.clock import Clock, SystemClock
+from pdserve.config import RouterConfig
+from pdserve.errors import PdserveError, Unavailable
+from pdserve.rpc import cluster_pb2 as pb
+from pdserve.rpc import cluster_pb2_grpc, convert, inference_pb2, inference_pb2_grpc
+from pdserve.types import Finish, Load, ModelLimits, Owner, Role, SampledToken, Ticket
+from router.dispatch import Abort, Accept, Action, Dispatch, End, Request, Retry, StartDecode, StartPrefill
+from router.frontend import Frontend
+from router.membership import Membership
+from router.policies import LeastLoaded
+from router.sessions import Sessions, WorkerSession
+from router.text import Tokenizer
+
+_log = logs.logger("router")
+
+_TICK_S = 0.05
+_SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+_HEALTH_SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+_SERVER_OPTIONS = (
+    ("grpc.max_receive_message_length", 64 * 1024 * 1024),
+    ("grpc.max_send_message_length", 64 * 1024 * 1024),
+    ("grpc.so_reuseport", 0),
+)
+
+
+class RequestStream:
+    """What has happened to one request, for the handler that serves its client. Bounded by max_tokens."""
+
+    def __init__(self) -> None:
+        self._events: asyncio.Queue[Accept | End] = asyncio.Queue()
+
+    def put(self, event: Accept | End) -> None:
+        self._events.put_nowait(event)
+
+    async def __aiter__(self) -> AsyncIterator[Accept | End]:
+        """All events in order; the last one is the End."""
+        while True:
+            event = await self._events.get()
+            yield event
+            if isinstance(event, End):
+                return
+
+
+class Router:
+    """One router process. Everything runs on the event loop that calls `start`."""
+
+    def __init__(
+        self, model_directory: Path, model_name: str, config: RouterConfig, clock: Clock | None = None
+    ) -> None:
+        self.model = model_name
+        self.incarnation = f"router-{secrets.token_hex(8)}"
+        self.grpc_address = ""
+        self.session_address = ""
+        self._config = config
+        self._clock = clock or SystemClock()
+        self._membership = Membership(config.worker_timeout_ms / 1000)
+        self._dispatch = Dispatch(self.incarnation, self._membership, LeastLoaded(), config)
+        self._tokenizer = Tokenizer.load(model_directory)
+        self._sessions: dict[str, WorkerSession] = {}
+        self._streams: dict[str, RequestStream] = {}
+        self._limits: ModelLimits | None = None
+        self._eos_token_ids: tuple[int, ...] = ()
+        self._first_join = asyncio.Event()
+        self._health = health_aio.HealthServicer()
+        self._servers: list[grpc.aio.Server] = []
+        self._ticker: asyncio.Task[None] | None = None
+
+    # Life.
+
+    async def start(self) -> None:
+        """Listen. Raises OSError or RuntimeError where a port is taken."""
+        front = grpc.aio.server(options=_SERVER_OPTIONS)
+        inference_pb2_grpc.add_InferenceServicer_to_server(Frontend(self, self._tokenizer), front)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, front)
+        reflection.enable_server_reflection(
+            (_SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name), front
+        )
+        self.grpc_address = await self._listen(front, self._config.grpc_port)
+        back = grpc.aio.server(options=_SERVER_OPTIONS)
+        sessions = Sessions(
+            self.incarnation, self.model, self, self._config.renew_interval_ms, self._config.worker_timeout_ms
+        )
+        cluster_pb2_grpc.add_ClusterServicer_to_server(sessions, back)
+        self.session_address = await self._listen(back, self._config.session_port)
+        await self._update_health()
+        self._ticker = asyncio.create_task(self._tick_forever())
+        _log.info("router listens", grpc=self.grpc_address, sessions=self.session_address, model=self.model)
+
+    async def stop(self, grace_s: float = 1.0) -> None:
+        """End what is in flight and close both ports."""
+        if self._ticker is not None:
+            self._ticker.cancel()
+        await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
+
+    async def _listen(self, server: grpc.aio.Server, port: int) -> str:
+        bound = server.add_insecure_port(f"{self._config.host}:{port}")
+        await server.start()
+        self._servers.append(server)
+        return f"{self._config.host}:{bound}"
+
+    async def _tick_forever(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            now = self._clock.now()
+            for incarnation in self._membership.expire(now):
+                self._lose(incarnation, "no renewal in time")
+            self._perform(self._dispatch.tick(now))
+
+    async def _update_health(self) -> None:
+        serving = bool(self._membership.with_role(Role.DECODE))
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for service in ("", _SERVICE):
+            await self._health.set(service, status)
+
+    # The front's calls.
+
+    async def limits(self) -> ModelLimits:
+        """What a request must fit, by the smallest worker. Waits for the first worker; Unavailable if none comes."""
+        try:
+            await asyncio.wait_for(self._first_join.wait(), self._config.placement_timeout_ms / 1000)
+        except TimeoutError:
+            raise Unavailable("no worker has joined this router yet") from None
+        assert self._limits is not None
+        return self._limits
+
+    def submit(self, request: Request) -> RequestStream:
+        """Take a request over. Raises AlreadyExists or ResourceExhausted."""
+        actions = self._dispatch.submit(request, self._clock.now())
+        stream = RequestStream()
+        self._streams[request.request_id] = stream
+        self._perform(actions)
+        return stream
+
+    def cancel(self, request_id: str, error: PdserveError | None = None) -> None:
+        self._perform(self._dispatch.cancel(request_id, error))
+
+    def finish(self, request_id: str, finish: Finish) -> None:
+        self._perform(self._dispatch.finish(request_id, finish))
+
+    def model_info(self, limits: ModelLimits) -> inference_pb2.ModelInfo:
+        return inference_pb2.ModelInfo(
+            model=self.model,
+            vocab_size=limits.vocab_size,
+            max_model_len=limits.max_model_len,
+            eos_token_ids=self._eos_token_ids,
+        )
+
+    def server_info(self) -> inference_pb2.ServerInfo:
+        workers = [
+            inference_pb2.WorkerStatus(
+                worker_id=member.info.worker_id,
+                incarnation=member.info.incarnation,
+                role=member.info.role.value,
+                pid=member.info.pid,
+                host=member.info.host,
+                state="ready",
+                queue=member.load.queued,
+                requests=self._dispatch.assigned(member.info.incarnation),
+                blocks=convert.blocks_to_proto(member.load.blocks),
+                fingerprint=member.info.fingerprint,
+            )
+            for member in self._membership
+        ]
+        workers += [
+            inference_pb2.WorkerStatus(
+                worker_id=info.worker_id,
+                incarnation=info.incarnation,
+                role=info.role.value,
+                host=info.host,
+                state="lost",
+            )
+            for info in self._membership.lost
+        ]
+        return inference_pb2.ServerInfo(
+            version=importlib.metadata.version("pdserve"),
+            model=self.model,
+            grpc_address=self.grpc_address,
+            session_address=self.session_address,
+            running_requests=len(self._dispatch),
+            workers=sorted(workers, key=lambda worker: (worker.role != Role.PREFILL.value, worker.worker_id)),
+        )
+
+    # The streams' events.
+
+    def worker_joined(self, session: WorkerSession) -> None:
+        info, now = session.info, self._clock.now()
+        former = self._sessions.pop(info.incarnation, None)
+        if former is not None:
+            former.close()
+        for replaced in self._membership.join(info, now):
+            self._lose(replaced, f"replaced by {info.incarnation}")
+        self._sessions[info.incarnation] = session
+        self._note_limits()
+        _log.info("worker joined", worker=info.incarnation, role=info.role.value, pid=info.pid)
+        self._perform(self._dispatch.on_worker_joined(now))
+        asyncio.get_running_loop().create_task(self._update_health())
+
+    def worker_left(self, session: WorkerSession, reason: str) -> None:
+        if self._sessions.get(session.info.incarnation) is session:
+            self._membership.leave(session.info.incarnation)
+            self._lose(session.info.incarnation, reason)
+
+    def renewed(self, worker: str, load: Load) -> None:
+        self._membership.renew(worker, load, self._clock.now())
+
+    def ticket(self, worker: str, owner: Owner, ticket: Ticket) -> None:
+        self._perform(self._dispatch.on_ticket(worker, owner, ticket, self._clock.now()))
+
+    def tokens(self, worker: str, owner: Owner, first_position: int, tokens: tuple[SampledToken, ...]) -> None:
+        self._perform(self._dispatch.on_tokens(worker, owner, first_position, tokens, self._clock.now()))
+
+    def terminal(self, worker: str, owner: Owner, outcome: Finish | PdserveError | None) -> None:
+        self._perform(self._dispatch.on_terminal(worker, owner, outcome, self._clock.now()))
+
+    def _lose(self, incarnation: str, reason: str) -> None:
+        """A worker is no member any more: break its session, make its attempts anew."""
+        _log.warning("worker lost", worker=incarnation, reason=reason)
+        session = self._sessions.pop(incarnation, None)
+        if session is not None:
+            session.close()
+        self._perform(self._dispatch.on_worker_lost(incarnation, self._clock.now()))
+        asyncio.get_running_loop().create_task(self._update_health())
+
+    def _note_limits(self) -> None:
+        limits = [member.info.limits for member in self._membership]
+        self._limits = ModelLimits(
+            vocab_size=min(each.vocab_size for each in limits),
+            max_model_len=min(each.max_model_len for each in limits),
+            pool_tokens=min(each.pool_tokens for each in limits),
+        )
+        self._eos_token_ids = next(iter(self._membership)).info.eos_token_ids
+        self._first_join.set()
+
+    # What the cores decided.
+
+    def _perform(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case StartDecode():
+                    start = pb.StartDecode(sequence=_sequence(action), local_prefill=action.local_prefill)
+                    self._send(action.worker, pb.RouterMessage(start_decode=start))
+                case StartPrefill():
+                    ticket = convert.ticket_to_proto(action.owner, action.ticket)
+                    start_prefill = pb.StartPrefill(sequence=_sequence(action), ticket=ticket)
+                    self._send(action.worker, pb.RouterMessage(start_prefill=start_prefill))
+                case Abort():
+                    abort = pb.Abort(owner=convert.owner_to_proto(action.owner))
+                    self._send(action.worker, pb.RouterMessage(abort=abort))
+                case Accept():
+                    self._streams[action.request_id].put(action)
+                case End():
+                    self._streams.pop(action.request_id).put(action)
+                case Retry():
+                    _log.warning("attempt failed", owner=action.owner, phase=action.phase, reason=action.reason)
+
+    def _send(self, worker: str, message: pb.RouterMessage) -> None:
+        """To a worker that has just gone, nothing: its loss is an event of its own."""
+        session = self._sessions.get(worker)
+        if session is not None:
+            session.send(message)
+
+
+def _sequence(action: StartDecode | StartPrefill) -> pb.Sequence:
+    return pb.Sequence(
+        owner=convert.owner_to_proto(action.owner),
+        prompt_ids=action.request.prompt_ids,
+        output_ids=action.output_ids,
+        sampling=convert.sampling_to_proto(action.request.params),
+    )
