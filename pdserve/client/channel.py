@@ -1,0 +1,51 @@
+"""What both clients' channels share: their options, and how a failed call becomes an error of pdserve.errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import grpc
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from pdserve.errors import PdserveError, ResourceExhausted, error_from_code
+
+DEFAULT_TIMEOUT_S: Final = 600.0  # of a generation
+UNARY_TIMEOUT_S: Final = 10.0  # of the calls that only ask
+MAX_MESSAGE_BYTES: Final = 32 * 1024 * 1024
+
+CHANNEL_OPTIONS: Final = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # A router is reached directly; a proxy meant for the web would swallow even calls to this host.
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+@contextmanager
+def own_errors() -> Iterator[None]:
+    """Raises what a failed call inside means as one of pdserve.errors."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise error_from_rpc(error) from error
+
+
+def error_from_rpc(error: grpc.RpcError) -> PdserveError:
+    """The error that the server raised, or what stands for a broken connection or a passed deadline."""
+    code, details = error.code().name, error.details() or "no details"
+    if code == "RESOURCE_EXHAUSTED" and (retry_after_s := _retry_after_s(error)) is not None:
+        return ResourceExhausted(details, retry_after_s)
+    return error_from_code(code, details)
+
+
+def _retry_after_s(error: grpc.RpcError) -> float | None:
+    """The server's google.rpc.RetryInfo, if it sent one."""
+    status = rpc_status.from_call(error)
+    info = error_details_pb2.RetryInfo()
+    for detail in status.details if status is not None else ():
+        if detail.Unpack(info):
+            return info.retry_delay.seconds + info.retry_delay.nanos / 1e9
+    return None

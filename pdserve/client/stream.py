@@ -1,0 +1,145 @@
+"""What comes back, as values, and the fold that makes one result out of a stream's events.
+
+    Started, Delta*, Finished        anything else is a ProtocolError
+
+Pure: the events and the times at which they arrived come in as arguments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdserve.errors import ProtocolError
+from pdserve.rpc import inference_pb2 as pb
+from pdserve.types import FinishReason, Usage
+
+_FINISH_REASONS = {pb.FINISH_REASON_STOP: FinishReason.STOP, pb.FINISH_REASON_LENGTH: FinishReason.LENGTH}
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """All that is needed to ask for the same stream again."""
+
+    request_id: str
+    model: str
+    seed: int
+    prompt_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token's own logprob and the most likely ones' as (token id, logprob), the likeliest first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New tokens. `text` may lag behind them. `arrived_s` is on the client's monotonic clock."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    output_index: int
+    arrived_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A finished request. `stop` is the stop string or token id that ended it.
+
+    `exact` false: a failover had to compute part of it under another numerics fingerprint. Times are the client's:
+    `ttft_ms` from the call to the first token, `tpot_ms` from the first to the last arrival divided by tokens - 1, None
+    below two tokens.
+    """
+
+    request_id: str
+    model: str
+    seed: int
+    prompt_token_ids: tuple[int, ...]
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: FinishReason
+    stop: str | int | None
+    usage: Usage
+    exact: bool
+    attempts: int
+    ttft_ms: float | None
+    tpot_ms: float | None
+    e2e_ms: float
+
+
+class StreamFold:
+    """The state of one stream. `sent_s`: when the call was made."""
+
+    def __init__(self, sent_s: float) -> None:
+        self.started: Started | None = None
+        self.result: Result | None = None
+        self._sent_s = sent_s
+        self._deltas: list[Delta] = []
+
+    def accept(self, event: pb.GenerateResponse, now_s: float) -> Delta | None:
+        """Take the next event; a delta is returned. Raises ProtocolError for one that cannot come here."""
+        kind = event.WhichOneof("event")
+        if kind is None:
+            return None  # a kind that a newer server knows
+        if self.result is not None or (kind == "started") != (self.started is None):
+            raise ProtocolError(f"the router sent {kind} out of order")
+        if kind == "started":
+            self.started = _started(event.started)
+        elif kind == "delta":
+            delta = _delta(event.delta, now_s)
+            self._deltas.append(delta)
+            return delta
+        else:
+            self.result = self._finish(event.finished, now_s)
+        return None
+
+    def end(self) -> None:
+        """The stream is over without an error. Raises ProtocolError if it is not complete."""
+        if self.result is None:
+            raise ProtocolError("the router ended the stream without a result")
+
+    def _finish(self, finished: pb.Finished, now_s: float) -> Result:
+        assert self.started is not None
+        stop_kind = finished.WhichOneof("stop_match")
+        token_ids = tuple(token_id for delta in self._deltas for token_id in delta.token_ids)
+        arrivals = [delta.arrived_s for delta in self._deltas if delta.token_ids]
+        return Result(
+            request_id=self.started.request_id,
+            model=self.started.model,
+            seed=self.started.seed,
+            prompt_token_ids=self.started.prompt_token_ids,
+            text="".join(delta.text for delta in self._deltas),
+            token_ids=token_ids,
+            logprobs=tuple(logprob for delta in self._deltas for logprob in delta.logprobs),
+            finish_reason=_finish_reason(finished.finish_reason),
+            stop=None if stop_kind is None else getattr(finished, stop_kind),
+            usage=Usage(finished.usage.prompt_tokens, finished.usage.completion_tokens, finished.usage.cached_tokens),
+            exact=finished.exact,
+            attempts=finished.attempts,
+            ttft_ms=(arrivals[0] - self._sent_s) * 1e3 if arrivals else None,
+            tpot_ms=(arrivals[-1] - arrivals[0]) * 1e3 / (len(token_ids) - 1) if len(token_ids) > 1 else None,
+            e2e_ms=(now_s - self._sent_s) * 1e3,
+        )
+
+
+def _started(message: pb.Started) -> Started:
+    return Started(message.request_id, message.model, message.seed, tuple(message.prompt_token_ids))
+
+
+def _delta(message: pb.Delta, now_s: float) -> Delta:
+    logprobs = tuple(
+        TokenLogprob(token.logprob, tuple((top.token_id, top.logprob) for top in token.top))
+        for token in message.logprobs
+    )
+    return Delta(message.text, tuple(message.token_ids), logprobs, message.output_index, now_s)
+
+
+def _finish_reason(value: int) -> FinishReason:
+    try:
+        return _FINISH_REASONS[value]
+    except KeyError:
+        raise ProtocolError(f"the router sent the unknown finish reason {value}") from None
