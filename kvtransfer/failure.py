@@ -1,0 +1,23 @@
+"""How the error that ends a transfer crosses the wire as an ABORT, and what it means on the other side."""
+
+from __future__ import annotations
+
+from kvtransfer.frames import Abort
+from pdserve.errors import PdserveError, TransferError, error_from_code
+
+_MESSAGE_CHARS = 250  # at most four bytes each: fits ABORT's limit
+
+# Errors that mean the same on both sides. Any other only tells this side that the transfer did not work out.
+_SHARED_CODES = frozenset({"FAILED_PRECONDITION", "CANCELLED", "DEADLINE_EXCEEDED", "DATA_LOSS"})
+
+
+def abort_frame(transfer: bytes, epoch: int, error: PdserveError) -> Abort:
+    message = error.message.encode("utf-8", "replace").decode()
+    return Abort(transfer, epoch, error.code, message[:_MESSAGE_CHARS])
+
+
+def abort_error(frame: Abort) -> PdserveError:
+    """What the side that received `frame` ends with."""
+    if frame.code in _SHARED_CODES:
+        return error_from_code(frame.code, frame.message)
+    return TransferError(f"the other side gave up: {frame.code}: {frame.message}")

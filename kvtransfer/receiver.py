@@ -1,0 +1,340 @@
+"""The receiving side of one transfer under one epoch, as a table: events in, actions out.
+
+              OPEN                    blocks_leased              COMMIT, all verified
+    EXPECTED -------> WAITING_BLOCKS ---------------> RECEIVING ----------------------> COMPLETE
+       |                    |                          |   ^  |
+       |                    |                          +---+  |  LAYER, COMMIT with something missing or wrong: NACK
+       +--------------------+---------------------------------+-----------------------> FAILED
+         abort, ABORT, GONE, an OPEN that does not fit, silence beyond the ttl, the deadline,
+         a breach of protocol, KV beyond repair
+
+No credit is granted before blocks are leased, so nothing can arrive that has no place. Any frame of the right epoch
+renews the ticket. A complete transfer answers probes with ACK and a failed one with ABORT, as the first answer may
+have been lost; for that the shell keeps the machine a while after its end.
+
+Knows no socket, thread, clock, block or byte of KV. Time comes in as an argument. A frame of another epoch, or one
+that its state does not allow, is counted in `refused` and changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Any, Final
+
+from kvtransfer.actions import Delivered, Failed, NeedBlocks, ReceiverAction, Send, Verify, Write
+from kvtransfer.credit import CreditGranter
+from kvtransfer.failure import abort_error, abort_frame
+from kvtransfer.fields import MAX_RANGES
+from kvtransfer.frames import (
+    MAX_PAYLOAD_BYTES,
+    Abort,
+    Ack,
+    Commit,
+    Credit,
+    Frame,
+    Gone,
+    Layer,
+    Nack,
+    Open,
+    Ping,
+)
+from kvtransfer.integrity import block_range, list_bytes
+from kvtransfer.layout import KVLayout
+from kvtransfer.ranges import RangeSet
+from kvtransfer.timing import Timing
+from pdserve.config import TransferConfig
+from pdserve.errors import DataLoss, FailedPrecondition, PdserveError, ProtocolError, TransferError
+from pdserve.types import SampledToken
+
+MAX_REPAIR_ROUNDS = 8  # of COMMITs whose list does not match what is stored
+MAX_BAD_PAYLOADS = 16  # with no good LAYER between them
+
+
+class ReceiverState(StrEnum):
+    EXPECTED = "expected"  # the ticket is out
+    WAITING_BLOCKS = "waiting for blocks"
+    RECEIVING = "receiving"
+    COMPLETE = "complete"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """What the OPEN of a ticket's holder must say."""
+
+    transfer: bytes
+    epoch: int
+    layout: KVLayout
+    model: bytes
+    prompt_hash: bytes
+    token_start: int
+    token_stop: int
+
+    def mismatch(self, offer: Open) -> str | None:
+        """The first difference, with both values, or None."""
+        for name in ("layout", "model", "prompt_hash", "token_start", "token_stop"):
+            offered, expected = getattr(offer, name), getattr(self, name)
+            if offered != expected:
+                return f"{name}: the sender has {offered!r}, the receiver {expected!r}"
+        return None
+
+
+class Receiver:
+    """One transfer's receiver."""
+
+    def __init__(self, expected: Expectation, config: TransferConfig, timing: Timing, now: float) -> None:
+        self.state = ReceiverState.EXPECTED
+        self.credit = CreditGranter(config.window_bytes, config.max_frame_bytes)
+        self.refused = 0
+        self.offer: Open | None = None  # the OPEN that was accepted
+        self._expected = expected
+        self._max_frame_bytes = config.max_frame_bytes
+        self._timing = timing
+        self._ends_at = now + timing.deadline_s
+        self._heard_at = now
+        self._covered = [RangeSet() for _ in range(expected.layout.layer_count)]
+        self._tokens: tuple[SampledToken, ...] = ()
+        self._repair_rounds = 0
+        self._bad_payloads = 0
+        self._error: PdserveError | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.state in (ReceiverState.COMPLETE, ReceiverState.FAILED)
+
+    @property
+    def epoch(self) -> int:
+        return self._expected.epoch
+
+    @property
+    def heard_at(self) -> float:
+        """When a frame of the right epoch came last."""
+        return self._heard_at
+
+    def next_deadline(self) -> float:
+        """When `tick` has something to do at the latest; infinity once the transfer has ended."""
+        return math.inf if self.ended else min(self._ends_at, self._heard_at + self._timing.ttl_s)
+
+    def on_frame(self, frame: Frame, now: float) -> list[ReceiverAction]:
+        """A frame whose payload, if it has one, is good. The shell keeps that at hand for Write and Verify."""
+        if frame.epoch != self.epoch:
+            self.refused += 1
+            return self._stale(frame)
+        self._heard_at = now
+        handler = _ON_FRAME[self.state].get(type(frame))
+        if handler is None or (isinstance(frame, Ping) and frame.reply):
+            self.refused += 1
+            return []
+        return self._guarded(handler, frame)
+
+    def bad_payload(self, frame: Layer | Commit, now: float) -> list[ReceiverAction]:
+        """A frame came whose header is good and whose payload is not: ask for it again."""
+        if frame.epoch != self.epoch or self.state is not ReceiverState.RECEIVING:
+            self.refused += 1
+            return []
+        self._heard_at = now
+        return self._guarded(Receiver._ask_again, frame)
+
+    def blocks_leased(self, now: float) -> list[ReceiverAction]:
+        """Every expected token has a place: let the sender begin."""
+        if self.state is not ReceiverState.WAITING_BLOCKS:
+            return []
+        self.state = ReceiverState.RECEIVING
+        return [self._grant()]
+
+    def written(self, frame: Layer, now: float) -> list[ReceiverAction]:
+        """What Write asked for is stored."""
+        if self.state is not ReceiverState.RECEIVING:
+            return []
+        self._covered[frame.layer].add(frame.token_start, frame.token_stop)
+        return self._consume(frame.spent)
+
+    def verified(self, mismatches: Sequence[tuple[int, int]], now: float) -> list[ReceiverAction]:
+        """The outcome of Verify: the (layer, block)s that differ, blocks counted from the transfer's first."""
+        if self.state is not ReceiverState.RECEIVING or self.offer is None:
+            return []
+        if not mismatches:
+            self.state = ReceiverState.COMPLETE
+            return [Delivered(self._tokens), Send(self._ack())]
+        self._repair_rounds += 1
+        if self._repair_rounds > MAX_REPAIR_ROUNDS:
+            layer, block = mismatches[0]
+            return self._fail(DataLoss(f"block {block} of layer {layer} differs after {MAX_REPAIR_ROUNDS} repairs"))
+        for layer, block in mismatches:
+            self._covered[layer].discard(*block_range(self.offer, block))
+        return [self._nack_missing()]
+
+    def abort(self, error: PdserveError, now: float) -> list[ReceiverAction]:
+        """Give up for a reason of this side's."""
+        return [] if self.ended else self._fail(error)
+
+    def tick(self, now: float) -> list[ReceiverAction]:
+        """Let time pass: what is overdue fails."""
+        if self.ended:
+            return []
+        if now >= self._ends_at:
+            return self._fail(TransferError(f"not done in {self._timing.deadline_s:g} s, still {self.state}"))
+        if now >= self._heard_at + self._timing.ttl_s:
+            return self._fail(TransferError(f"the sender was silent for {self._timing.ttl_s:g} s while {self.state}"))
+        return []
+
+    # Handlers of the table below.
+
+    def _opened(self, offer: Open) -> list[ReceiverAction]:
+        problem = self._expected.mismatch(offer) or self._unfit(offer)
+        if problem is not None:
+            return self._fail(FailedPrecondition(problem))
+        self.offer = offer
+        self.state = ReceiverState.WAITING_BLOCKS
+        return [self._pong(), NeedBlocks()]
+
+    def _unfit(self, offer: Open) -> str | None:
+        smallest = offer.layout.payload_bytes(1)
+        if not smallest <= offer.max_frame_bytes <= self._max_frame_bytes:
+            return (
+                f"max_frame_bytes: the sender has {offer.max_frame_bytes}, "
+                f"the receiver takes {smallest} to {self._max_frame_bytes}"
+            )
+        if list_bytes(offer) > MAX_PAYLOAD_BYTES:
+            return f"block_tokens: {offer.block_tokens} makes a list of {list_bytes(offer)} bytes"
+        return None
+
+    def _waiting(self, frame: Open | Ping) -> list[ReceiverAction]:
+        return [self._pong()]
+
+    def _probed(self, frame: Ping) -> list[ReceiverAction]:
+        """The credit goes with the answer: the last CREDIT may have been lost."""
+        self.credit.consume(frame.spent)
+        return [self._pong(), self._grant()]
+
+    def _reopened(self, offer: Open) -> list[ReceiverAction]:
+        return [self._grant()]
+
+    def _layer(self, frame: Layer) -> list[ReceiverAction]:
+        self._check_place(frame)
+        self._bad_payloads = 0
+        if self._covered[frame.layer].covers(frame.token_start, frame.token_stop):
+            return self._consume(frame.spent)
+        if frame.spent > self.credit.granted:
+            raise ProtocolError(f"{frame.spent} bytes of credit spent, {self.credit.granted} granted")
+        return [Write(frame)]
+
+    def _ask_again(self, frame: Layer | Commit) -> list[ReceiverAction]:
+        self._bad_payloads += 1
+        if self._bad_payloads > MAX_BAD_PAYLOADS:
+            raise TransferError(f"{self._bad_payloads} payloads in a row were corrupt")
+        if isinstance(frame, Commit):
+            return [self._nack(())]
+        self._check_place(frame)
+        actions = self._consume(frame.spent)
+        if self._covered[frame.layer].covers(frame.token_start, frame.token_stop):
+            return actions
+        return [self._nack(((frame.layer, frame.token_start, frame.token_stop),)), *actions]
+
+    def _commit(self, frame: Commit) -> list[ReceiverAction]:
+        assert self.offer is not None
+        if frame.payload_bytes != list_bytes(self.offer):
+            raise ProtocolError(f"a list of {frame.payload_bytes} bytes instead of {list_bytes(self.offer)}")
+        if any(self._missing(layer) for layer in range(len(self._covered))):
+            return [self._nack_missing()]
+        self._tokens = frame.tokens
+        return [Verify()]
+
+    def _acknowledge_again(self, frame: Frame) -> list[ReceiverAction]:
+        return [Send(self._ack())]
+
+    def _abort_again(self, frame: Frame) -> list[ReceiverAction]:
+        assert self._error is not None
+        return [Send(abort_frame(frame.transfer, frame.epoch, self._error))]
+
+    def _aborted(self, frame: Abort) -> list[ReceiverAction]:
+        return self._end(abort_error(frame))
+
+    def _gone(self, frame: Gone) -> list[ReceiverAction]:
+        return self._end(TransferError("the sender no longer has the transfer"))
+
+    def _guarded(self, handler: _Handler, frame: Frame) -> list[ReceiverAction]:
+        try:
+            return handler(self, frame)
+        except (ProtocolError, TransferError) as error:
+            return self._fail(error)
+
+    def _stale(self, frame: Frame) -> list[ReceiverAction]:
+        """Tell the sender of another epoch that its time is over; this transfer goes on."""
+        if not isinstance(frame, Open | Commit | Ping):
+            return []
+        error = TransferError(f"epoch {frame.epoch} was refused: epoch {self.epoch} is expected")
+        return [Send(abort_frame(frame.transfer, frame.epoch, error))]
+
+    def _check_place(self, frame: Layer) -> None:
+        expected = self._expected
+        inside = expected.token_start <= frame.token_start and frame.token_stop <= expected.token_stop
+        if frame.layer >= len(self._covered) or not inside:
+            raise ProtocolError(f"layer {frame.layer}, tokens [{frame.token_start}, {frame.token_stop}) not offered")
+        byte_count = expected.layout.payload_bytes(frame.token_stop - frame.token_start)
+        if frame.payload_bytes != byte_count or byte_count > self._max_frame_bytes:
+            raise ProtocolError(f"{frame.payload_bytes} bytes for tokens [{frame.token_start}, {frame.token_stop})")
+
+    def _consume(self, spent: int) -> list[ReceiverAction]:
+        self.credit.consume(spent)
+        return [self._grant()] if self.credit.due() else []
+
+    def _missing(self, layer: int) -> list[tuple[int, int]]:
+        return self._covered[layer].missing(self._expected.token_start, self._expected.token_stop)
+
+    def _nack_missing(self) -> Send:
+        ranges = [(layer, start, stop) for layer in range(len(self._covered)) for start, stop in self._missing(layer)]
+        return self._nack(tuple(ranges[:MAX_RANGES]))
+
+    def _nack(self, ranges: tuple[tuple[int, int, int], ...]) -> Send:
+        return Send(Nack(self._expected.transfer, self.epoch, ranges))
+
+    def _grant(self) -> Send:
+        return Send(Credit(self._expected.transfer, self.epoch, self.credit.grant()))
+
+    def _pong(self) -> Send:
+        return Send(Ping(self._expected.transfer, self.epoch, reply=True, spent=0))
+
+    def _ack(self) -> Ack:
+        return Ack(self._expected.transfer, self.epoch)
+
+    def _fail(self, error: PdserveError) -> list[ReceiverAction]:
+        return [Send(abort_frame(self._expected.transfer, self.epoch, error)), *self._end(error)]
+
+    def _end(self, error: PdserveError) -> list[ReceiverAction]:
+        self.state = ReceiverState.FAILED
+        self._error = error
+        return [Failed(error)]
+
+
+_Handler = Callable[[Receiver, Any], list[ReceiverAction]]
+
+# What is not here is refused.
+_UNTIL_THE_END: Final[dict[type[Any], _Handler]] = {Abort: Receiver._aborted, Gone: Receiver._gone}
+_ON_FRAME: Final[Mapping[ReceiverState, Mapping[type[Any], _Handler]]] = MappingProxyType(
+    {
+        ReceiverState.EXPECTED: _UNTIL_THE_END | {Ping: Receiver._waiting, Open: Receiver._opened},
+        ReceiverState.WAITING_BLOCKS: _UNTIL_THE_END | {Ping: Receiver._waiting, Open: Receiver._waiting},
+        ReceiverState.RECEIVING: _UNTIL_THE_END
+        | {
+            Ping: Receiver._probed,
+            Open: Receiver._reopened,
+            Layer: Receiver._layer,
+            Commit: Receiver._commit,
+        },
+        ReceiverState.COMPLETE: {
+            Ping: Receiver._acknowledge_again,
+            Open: Receiver._acknowledge_again,
+            Commit: Receiver._acknowledge_again,
+        },
+        ReceiverState.FAILED: {
+            Ping: Receiver._abort_again,
+            Open: Receiver._abort_again,
+            Commit: Receiver._abort_again,
+        },
+    }
+)

@@ -1,0 +1,259 @@
+"""The sending side of one transfer under one epoch, as a table: events in, actions out.
+
+              start             CREDIT               all sent, commit            ACK
+    QUEUED ----------> OPENING ---------> STREAMING ------------------> COMMITTED ----> DONE
+      |                   |                |  ^   |                         |
+      |                   |                |  |   |          NACK           |
+      |                   |                |  +---------------------------- +
+      +-------------------+----------------+--- | --------------------------+---------> FAILED
+        abort, ABORT, silence beyond the ttl,   |
+        the deadline, a breach of protocol      +---- ACK (after an earlier COMMIT) --> DONE
+
+Ranges that are ready wait in a queue, as numbers, until there is credit for them. Tokens must stay readable until
+the transfer has ended. Silence is probed: with PING in QUEUED and STREAMING, with OPEN again in OPENING, with COMMIT
+again in COMMITTED; so a lost frame of any type delays a transfer by about a probe's interval.
+
+Knows no socket, thread, clock or byte of KV. Time comes in as an argument. A frame of another epoch, or one that its
+state does not allow, is counted in `refused` and never acted on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Any, Final
+
+from kvtransfer.actions import Failed, Finished, Send, SendCommit, SenderAction, SendLayer
+from kvtransfer.credit import CreditSpender
+from kvtransfer.failure import abort_error, abort_frame
+from kvtransfer.frames import Abort, Ack, Credit, Frame, Gone, Layer, Nack, Open, Ping
+from kvtransfer.ranges import RangeSet
+from kvtransfer.timing import Timing
+from pdserve.errors import InternalError, PdserveError, ProtocolError, TransferError
+from pdserve.types import SampledToken
+
+
+class SenderState(StrEnum):
+    QUEUED = "queued"  # only keeps the ticket alive
+    OPENING = "opening"  # OPEN is out; the receiver looks for blocks
+    STREAMING = "streaming"
+    COMMITTED = "committed"  # all is sent; the receiver verifies
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    layer: int
+    start: int
+    stop: int
+    resend: bool
+
+
+class Sender:
+    """One transfer's sender. `offer` is the OPEN it makes; what it offers, it must send and commit."""
+
+    def __init__(self, offer: Open, timing: Timing, now: float) -> None:
+        if offer.max_frame_bytes < offer.layout.payload_bytes(1):
+            raise InternalError(f"one token's KV does not fit a frame of {offer.max_frame_bytes} bytes")
+        self.state = SenderState.QUEUED
+        self.credit = CreditSpender()
+        self.refused = 0
+        self.resent_frames = 0
+        self.resent_bytes = 0
+        self._offer = offer
+        self._timing = timing
+        self._ends_at = now + timing.deadline_s
+        self._heard_at = now
+        self._probed_at = now
+        layers = range(offer.layout.layer_count)
+        self._ready = [RangeSet() for _ in layers]
+        self._sent = [RangeSet() for _ in layers]
+        self._queue: deque[_Queued] = deque()
+        self._tokens: tuple[SampledToken, ...] | None = None
+        self._commits = 0
+
+    @property
+    def ended(self) -> bool:
+        return self.state in (SenderState.DONE, SenderState.FAILED)
+
+    def next_deadline(self) -> float:
+        """When `tick` has something to do at the latest; infinity once the transfer has ended."""
+        if self.ended:
+            return math.inf
+        return min(self._ends_at, self._heard_at + self._timing.ttl_s, self._probe_at())
+
+    def start(self, now: float) -> list[SenderAction]:
+        """The prompt's turn has come: ask the receiver to get blocks. Does nothing after the first call."""
+        if self.state is not SenderState.QUEUED:
+            return []
+        self.state = SenderState.OPENING
+        self._probed_at = now
+        return [Send(self._offer)]
+
+    def layer_ready(self, layer: int, start: int, stop: int, now: float) -> list[SenderAction]:
+        """Tokens [start, stop) of a layer are computed and stay readable. Starts a queued sender.
+
+        What was not offered is left out, what is known to be ready already is not sent twice.
+        """
+        if self.ended:
+            return []
+        if not 0 <= layer < len(self._ready):
+            return self._fail(InternalError(f"layer {layer} of {len(self._ready)} is ready"))
+        actions = self.start(now)
+        start, stop = max(start, self._offer.token_start), min(stop, self._offer.token_stop)
+        for first, last in self._ready[layer].missing(start, stop):
+            self._queue.append(_Queued(layer, first, last, resend=False))
+        self._ready[layer].add(start, stop)
+        return actions + self._pump(now)
+
+    def commit(self, tokens: Sequence[SampledToken], now: float) -> list[SenderAction]:
+        """Every layer is ready; `tokens` are what was sampled after the last one."""
+        if self.ended:
+            return []
+        for layer, ready in enumerate(self._ready):
+            if missing := ready.missing(self._offer.token_start, self._offer.token_stop):
+                first, last = missing[0]
+                return self._fail(InternalError(f"commit, but tokens [{first}, {last}) of layer {layer} are missing"))
+        self._tokens = tuple(tokens)
+        return self.start(now) + self._pump(now)
+
+    def abort(self, error: PdserveError, now: float) -> list[SenderAction]:
+        """Give up for a reason of this side's."""
+        return [] if self.ended else self._fail(error)
+
+    def on_frame(self, frame: Frame, now: float) -> list[SenderAction]:
+        handler = _ON_FRAME[self.state].get(type(frame)) if frame.epoch == self._offer.epoch else None
+        if handler is None or (isinstance(frame, Ping) and not frame.reply):
+            self.refused += 1
+            return []
+        self._heard_at = now
+        return handler(self, frame, now)
+
+    def tick(self, now: float) -> list[SenderAction]:
+        """Let time pass: what is overdue fails or is probed."""
+        if self.ended:
+            return []
+        if now >= self._ends_at:
+            return self._fail(TransferError(f"not done in {self._timing.deadline_s:g} s, still {self.state}"))
+        if now >= self._heard_at + self._timing.ttl_s:
+            return self._fail(TransferError(f"the receiver was silent for {self._timing.ttl_s:g} s while {self.state}"))
+        if now >= self._probe_at():
+            self._probed_at = now
+            return [self._probe()]
+        return []
+
+    # Handlers of the table below.
+
+    def _alive(self, frame: Ping, now: float) -> list[SenderAction]:
+        return []
+
+    def _credited(self, frame: Credit, now: float) -> list[SenderAction]:
+        self.credit.grant(frame.total)
+        if self.state is SenderState.OPENING:
+            self.state = SenderState.STREAMING
+        return self._pump(now)
+
+    def _resend(self, frame: Nack, now: float) -> list[SenderAction]:
+        """Queue again what was sent of the ranges. What is queued is not queued twice."""
+        for layer, start, stop in frame.ranges:
+            if layer >= len(self._sent) or start < self._offer.token_start or stop > self._offer.token_stop:
+                return self._fail(ProtocolError(f"NACK of layer {layer}, [{start}, {stop}), which was not offered"))
+            for first, last in self._sent[layer].within(start, stop):
+                self._sent[layer].discard(first, last)
+                self._queue.append(_Queued(layer, first, last, resend=True))
+        self.state = SenderState.STREAMING
+        return self._pump(now)
+
+    def _acknowledged(self, frame: Ack, now: float) -> list[SenderAction]:
+        if self._commits == 0:
+            return self._fail(ProtocolError("ACK before COMMIT"))
+        self.state = SenderState.DONE
+        self._queue.clear()
+        return [Finished()]
+
+    def _aborted(self, frame: Abort, now: float) -> list[SenderAction]:
+        return self._end(abort_error(frame))
+
+    def _gone(self, frame: Frame, now: float) -> list[SenderAction]:
+        return [Send(Gone(self._offer.transfer, self._offer.epoch))]
+
+    def _pump(self, now: float) -> list[SenderAction]:
+        """Send what there is credit for, in order of readiness, then COMMIT if that was all."""
+        if self.state is not SenderState.STREAMING:
+            return []
+        actions: list[SenderAction] = []
+        while self._queue:
+            item = self._queue[0]
+            stop = self._cut(item.start, item.stop)
+            byte_count = self._offer.layout.payload_bytes(stop - item.start)
+            if byte_count > self.credit.available:
+                return actions
+            actions.append(self._send_layer(item, stop, byte_count))
+            self._queue.popleft()
+            if stop < item.stop:
+                self._queue.appendleft(_Queued(item.layer, stop, item.stop, item.resend))
+        if self._tokens is not None:
+            self.state = SenderState.COMMITTED
+            self._probed_at = now
+            actions.append(self._probe())
+        return actions
+
+    def _send_layer(self, item: _Queued, stop: int, byte_count: int) -> SendLayer:
+        self._sent[item.layer].add(item.start, stop)
+        if item.resend:
+            self.resent_frames += 1
+            self.resent_bytes += byte_count
+        spent = self.credit.spend(byte_count)
+        frame = Layer(
+            self._offer.transfer, self._offer.epoch, item.layer, item.start, stop, spent, payload_bytes=byte_count
+        )
+        return SendLayer(frame, item.resend)
+
+    def _cut(self, start: int, stop: int) -> int:
+        """Where a frame that begins at `start` ends: within the size limit, at a block's border if it crosses one."""
+        limit = start + self._offer.max_frame_bytes // self._offer.layout.payload_bytes(1)
+        if stop <= limit:
+            return stop
+        border = limit - limit % self._offer.block_tokens
+        return border if border > start else limit
+
+    def _probe_at(self) -> float:
+        return max(self._probed_at, self._heard_at) + self._timing.probe_s
+
+    def _probe(self) -> SenderAction:
+        """What the receiver must answer in this state."""
+        if self.state is SenderState.OPENING:
+            return Send(self._offer)
+        if self.state is SenderState.COMMITTED and self._tokens is not None:
+            self._commits += 1
+            return SendCommit(self._tokens)
+        return Send(Ping(self._offer.transfer, self._offer.epoch, reply=False, spent=self.credit.spent))
+
+    def _fail(self, error: PdserveError) -> list[SenderAction]:
+        return [Send(abort_frame(self._offer.transfer, self._offer.epoch, error)), *self._end(error)]
+
+    def _end(self, error: PdserveError) -> list[SenderAction]:
+        self.state = SenderState.FAILED
+        self._queue.clear()
+        return [Failed(error)]
+
+
+_Handler = Callable[[Sender, Any, float], list[SenderAction]]
+
+# What is not here is refused.
+_ALWAYS: Final[dict[type[Any], _Handler]] = {Ping: Sender._alive, Abort: Sender._aborted}
+_ON_FRAME: Final[Mapping[SenderState, Mapping[type[Any], _Handler]]] = MappingProxyType(
+    {
+        SenderState.QUEUED: _ALWAYS,
+        SenderState.OPENING: _ALWAYS | {Credit: Sender._credited},
+        SenderState.STREAMING: _ALWAYS | {Credit: Sender._credited, Nack: Sender._resend, Ack: Sender._acknowledged},
+        SenderState.COMMITTED: _ALWAYS | {Credit: Sender._credited, Nack: Sender._resend, Ack: Sender._acknowledged},
+        SenderState.DONE: {},
+        SenderState.FAILED: {Credit: Sender._gone, Nack: Sender._gone},
+    }
+)
