@@ -91,9 +91,7 @@ class Kernels(Protocol):
         """[M, 2 I] -> [M, I]: silu(first half) * second half, in fp32 inside."""
         ...
 
-    def rotary(
-        self, x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> torch.Tensor:
+    def rotary(self, x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Rotate x [M, H, D] by its positions [M]; cos and sin are fp32 [max_position, D / 2]."""
         ...
 

@@ -76,9 +76,7 @@ def _open(source: Path) -> GGUFReader:
     except (ValueError, OSError) as error:
         raise ConfigError(f"{source}: not a readable GGUF file: {error}") from None
     if _value(reader, "general.architecture") != "llama":
-        raise ConfigError(
-            f"{source}: architecture {_value(reader, 'general.architecture')!r}: only llama is unpacked"
-        )
+        raise ConfigError(f"{source}: architecture {_value(reader, 'general.architecture')!r}: only llama is unpacked")
     kind = (_value(reader, "tokenizer.ggml.model"), _value(reader, "tokenizer.ggml.pre"))
     if kind != _SUPPORTED_TOKENIZER:
         raise ConfigError(f"{source}: tokenizer {kind}: only {_SUPPORTED_TOKENIZER} is unpacked")
