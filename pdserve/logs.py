@@ -1,4 +1,4 @@
-"""Structured logs: one JSON object a line on stderr: time, level, logger, event, then the event's fields.
+"""Structured logs: one JSON object a line: time, level, process, logger, event, then the event's fields.
 
 log = logs.logger("router")
 log.info("worker lost", worker="decode-0", reason="session broke")
@@ -10,6 +10,7 @@ import json
 import logging
 import sys
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 _ROOT = "pdserve"
@@ -46,9 +47,9 @@ def logger(name: str) -> Logger:
     return Logger(name)
 
 
-def configure(level: str, process: str) -> None:
-    """Send this process's pdserve logs to stderr. `process` names it in every line, e.g. "decode-0"."""
-    handler = logging.StreamHandler(sys.stderr)
+def configure(level: str, process: str, path: Path | None = None) -> None:
+    """Send this process's pdserve logs to stderr, or append them to a file. `process` names it, e.g. "decode-0"."""
+    handler = logging.StreamHandler(sys.stderr) if path is None else logging.FileHandler(path)
     handler.setFormatter(_JsonLines(process))
     root = logging.getLogger(_ROOT)
     root.handlers[:] = [handler]

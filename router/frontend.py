@@ -18,7 +18,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from pdserve import logs
-from pdserve.errors import Cancelled, InvalidArgument, PdserveError, ResourceExhausted
+from pdserve.errors import Cancelled, InvalidArgument, NotFound, PdserveError, ResourceExhausted
 from pdserve.rpc import inference_pb2 as pb
 from pdserve.rpc.inference_pb2_grpc import InferenceServicer
 from pdserve.types import Finish, FinishReason, ModelLimits, SampledToken, Usage
@@ -43,7 +43,7 @@ class RouterCalls(Protocol):
 
     def submit(self, request: Request) -> AsyncIterable[Accept | End]: ...
 
-    def cancel(self, request_id: str, error: PdserveError | None = None) -> None: ...
+    def cancel(self, request_id: str, error: PdserveError | None = None) -> bool: ...
 
     def finish(self, request_id: str, finish: Finish) -> None: ...
 
@@ -111,7 +111,8 @@ class Frontend(InferenceServicer):
             self._router.cancel(resolved.request_id)
 
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
-        self._router.cancel(request.request_id, Cancelled(f"request {request.request_id} was aborted"))
+        if not self._router.cancel(request.request_id, Cancelled(f"request {request.request_id} was aborted")):
+            await _abort(context, NotFound(f"request_id: {request.request_id!r} is not in flight at this router"))
         return pb.AbortResponse()
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext) -> pb.ModelInfo:

@@ -80,6 +80,7 @@ class Router:
         self._limits: ModelLimits | None = None
         self._eos_token_ids: tuple[int, ...] = ()
         self._first_join = asyncio.Event()
+        self._joined = asyncio.Event()
         self._health = health_aio.HealthServicer()
         self._servers: list[grpc.aio.Server] = []
         self._ticker: asyncio.Task[None] | None = None
@@ -150,11 +151,20 @@ class Router:
         self._perform(actions)
         return stream
 
-    def cancel(self, request_id: str, error: PdserveError | None = None) -> None:
-        self._perform(self._dispatch.cancel(request_id, error))
+    def cancel(self, request_id: str, error: PdserveError | None = None) -> bool:
+        """End a request with an error; False if it is not in flight."""
+        actions = self._dispatch.cancel(request_id, error)
+        self._perform(actions)
+        return bool(actions)
 
     def finish(self, request_id: str, finish: Finish) -> None:
         self._perform(self._dispatch.finish(request_id, finish))
+
+    async def wait_members(self, worker_ids: frozenset[str]) -> None:
+        """Return once all these workers are members. The caller sets the deadline."""
+        while worker_ids - {member.info.worker_id for member in self._membership}:
+            self._joined.clear()
+            await self._joined.wait()
 
     def model_info(self, limits: ModelLimits) -> inference_pb2.ModelInfo:
         return inference_pb2.ModelInfo(
@@ -249,6 +259,7 @@ class Router:
         )
         self._eos_token_ids = next(iter(self._membership)).info.eos_token_ids
         self._first_join.set()
+        self._joined.set()
 
     # What the cores decided.
 

@@ -98,13 +98,14 @@ class ByteLevelDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, tokens: Sequence[str]) -> str:
-        return self._utf8.decode(b"".join(map(_token_bytes, tokens)))
+        return self._utf8.decode(b"".join(map(token_bytes, tokens)))
 
     def finish(self) -> str:
         return self._utf8.decode(b"", final=True)
 
 
-def _token_bytes(token: str) -> bytes:
+def token_bytes(token: str) -> bytes:
+    """The bytes that a byte-level token stands for."""
     try:
         return bytes([_BYTE_ALPHABET[char] for char in token])
     except KeyError:  # an added token: its own text

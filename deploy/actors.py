@@ -1,0 +1,83 @@
+"""The Ray actors: thin shells round Worker and Router. Ray places, starts, restarts and watches them.
+
+No request, token or KV passes through Ray; its calls serve starting, stopping and looking in from outside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from deploy.worker import Worker, WorkerSpec
+from pdserve import logs
+from pdserve.config import Config
+from pdserve.errors import ConfigError
+from pdserve.tracing import TraceEvent
+from router.server import Router
+
+
+@ray.remote
+class WorkerActor:
+    """A prefill or decode worker. The constructor does all, so that a restarted actor comes back by itself."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        logs.configure(spec.config.logging.level, spec.worker_id, Path(spec.log_path))
+        self._error: ConfigError | None = None
+        try:
+            self._worker = Worker(spec)
+            self._worker.start()
+        except ConfigError as error:
+            self._error = error  # for `ready` to tell: an actor that dies in its constructor only says that it died
+
+    def ready(self) -> str:
+        """The incarnation, once the worker serves. Raises ConfigError where it cannot."""
+        if self._error is not None:
+            raise self._error
+        return self._worker.info.incarnation
+
+    def trace_events(self) -> list[TraceEvent]:
+        return self._worker.trace_events()
+
+    def stop(self) -> None:
+        if self._error is None:
+            self._worker.stop()
+
+
+@ray.remote
+class RouterActor:
+    """A router, on an event loop and thread of its own."""
+
+    def __init__(self, model_directory: str, model_name: str, config: Config, log_path: str) -> None:
+        logs.configure(config.logging.level, "router", Path(log_path))
+        self._router = Router(Path(model_directory), model_name, config.router)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="router", daemon=True)
+        self._thread.start()
+
+    def start(self) -> tuple[str, str]:
+        """Listen; the gRPC address and the address for the workers' sessions."""
+        try:
+            self._call(self._router.start())
+        except RuntimeError as error:
+            ports = "router.grpc_port and router.session_port"
+            raise ConfigError(f"the router cannot listen: {error}; choose other ports with {ports}") from None
+        return self._router.grpc_address, self._router.session_address
+
+    def wait_members(self, worker_ids: frozenset[str], timeout_s: float) -> bool:
+        """Wait until all these workers have joined; False if time ran out."""
+        try:
+            self._call(asyncio.wait_for(self._router.wait_members(worker_ids), timeout_s), timeout_s + 5.0)
+        except TimeoutError:
+            return False
+        return True
+
+    def stop(self) -> None:
+        self._call(self._router.stop())
+
+    def _call(self, coroutine: Coroutine[Any, Any, None], timeout_s: float = 30.0) -> None:
+        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)

@@ -1,0 +1,309 @@
+"""The pdserve command.
+
+Exit codes: 0 done, 1 it failed (the cluster, a request), 2 a setting or argument is wrong. One clear line each time.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import psutil
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from deploy.runtime import RuntimeDirectory
+from pdserve import logs
+from pdserve.client import Client, Result
+from pdserve.config import Config, load_config
+from pdserve.errors import ConfigError, InvalidArgument, PdserveError, Unavailable
+from pdserve.rpc.inference_pb2 import ServerInfo
+
+app = typer.Typer(
+    help="Serve large language models with prefill and decode on separate workers.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+_out = Console(highlight=False)
+_err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+ConfigOption = Annotated[Path | None, typer.Option("--config", help="TOML file; flags override it.")]
+AddressOption = Annotated[
+    str, typer.Option("--address", help="host:port of a router. Default: the cluster on this machine.")
+]
+RuntimeOption = Annotated[str, typer.Option("--runtime-dir", help="Where the local cluster keeps its state.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def main() -> None:
+    """Entry point: runs the command and turns errors into one line and an exit code."""
+    try:
+        app()
+    except (ConfigError, InvalidArgument) as error:
+        _fail(error, 2)
+    except PdserveError as error:
+        _fail(error, 1)
+
+
+@app.command()
+def up(
+    prefill: Annotated[int | None, typer.Option(help="Prefill workers.")] = None,
+    decode: Annotated[int | None, typer.Option(help="Decode workers.")] = None,
+    model: Annotated[str | None, typer.Option(help="A Hugging Face directory. Default: the embedded model.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of each worker.")] = None,
+    port: Annotated[int | None, typer.Option(help="The router's gRPC port; 0: any free one.")] = None,
+    config: ConfigOption = None,
+    runtime_dir: RuntimeOption = "",
+    detach: Annotated[bool, typer.Option(help="Return when the cluster answers its health check.")] = False,
+    json_output: JsonOption = False,
+) -> None:
+    """Start a cluster on this machine and run it until Ctrl-C."""
+    flags = {
+        "cluster": {"prefill": prefill, "decode": decode, "runtime_dir": runtime_dir or None},
+        "engine": {"threads": threads},
+        "model": {"path": model},
+        "router": {"grpc_port": port},
+    }
+    settings = _config(config, flags)
+    if detach:
+        _start_detached(settings, sys.argv[1:], json_output)
+    else:
+        _run_cluster(settings, json_output)
+
+
+@app.command()
+def down(config: ConfigOption = None, runtime_dir: RuntimeOption = "") -> None:
+    """Stop the cluster on this machine. Leaves no process, Ray session or shared memory behind."""
+    from deploy.cluster import stop_processes
+
+    runtime = _runtime(config, runtime_dir)
+    state = runtime.read_state()
+    supervisor = state.supervisor() if state else None
+    if supervisor is not None:
+        supervisor.send_signal(signal.SIGTERM)
+        psutil.wait_procs([supervisor], timeout=30.0)
+    leftover = runtime.processes()
+    stop_processes(runtime, lambda: [process.terminate() for process in leftover])
+    runtime.remove()
+    if state is None and not leftover:
+        _err.print("no cluster runs here")
+    else:
+        _err.print("the cluster is down")
+
+
+@app.command()
+def status(
+    address: AddressOption = "",
+    config: ConfigOption = None,
+    runtime_dir: RuntimeOption = "",
+    json_output: JsonOption = False,
+) -> None:
+    """Show the router's addresses and each worker."""
+    with Client(_address(address, config, runtime_dir)) as client:
+        info = client.server_info()
+    if json_output:
+        _out.print_json(json.dumps(_status_object(info)))
+    else:
+        _print_status(info)
+
+
+@app.command()
+def generate(
+    text: Annotated[str, typer.Argument(help="The prompt, or with --chat the user's message.")],
+    chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template.")] = False,
+    max_tokens: Annotated[int | None, typer.Option(help="At most so many tokens. Default: what fits.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float | None, typer.Option()] = None,
+    top_k: Annotated[int | None, typer.Option()] = None,
+    min_p: Annotated[float | None, typer.Option()] = None,
+    seed: Annotated[int | None, typer.Option(help="Default: derived from the request id.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds until the request is given up.")] = 600.0,
+    address: AddressOption = "",
+    config: ConfigOption = None,
+    runtime_dir: RuntimeOption = "",
+    json_output: JsonOption = False,
+) -> None:
+    """Stream an answer from the running cluster."""
+    prompt = [("user", text)] if chat else text
+    with Client(_address(address, config, runtime_dir)) as client:
+        stream = client.generate(
+            prompt,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            seed=seed,
+            stop=stop,
+            timeout_s=timeout,
+        )
+        for delta in stream:
+            if not json_output:
+                _out.print(delta.text, end="", markup=False, soft_wrap=True)
+    if json_output:
+        _out.print_json(json.dumps(_result_object(stream.result)))
+    else:
+        _out.print()
+
+
+def _config(path: Path | None, flags: dict[str, dict[str, Any]]) -> Config:
+    """Defaults, then the file, then the flags that were given."""
+    config = load_config(path) if path else Config()
+    given = {
+        section: {key: value for key, value in keys.items() if value is not None} for section, keys in flags.items()
+    }
+    return config.override(given, "command line")
+
+
+def _runtime(path: Path | None, runtime_dir: str) -> RuntimeDirectory:
+    config = _config(path, {"cluster": {"runtime_dir": runtime_dir or None}})
+    return RuntimeDirectory(config.cluster.runtime_dir)
+
+
+def _address(address: str, path: Path | None, runtime_dir: str) -> str:
+    if address:
+        return address
+    state = _runtime(path, runtime_dir).read_state()
+    if state is None or state.supervisor() is None:
+        raise Unavailable("no cluster runs on this machine: start one with `pdserve up`, or name one with --address")
+    return state.grpc
+
+
+def _run_cluster(config: Config, json_output: bool) -> None:
+    from deploy.cluster import LocalCluster
+
+    logs.configure(config.logging.level, "up")
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    if not json_output:
+        _err.print(f"config: {json.dumps(config.as_dict())}", markup=False)
+    begin = time.monotonic()
+    with LocalCluster(config, lambda stage: None if json_output else _err.print(f"starting {stage} …")) as cluster:
+        stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in cluster.stage_seconds.items())
+        info = cluster.info()
+        if json_output:
+            _out.print_json(json.dumps(_status_object(info)))
+        else:
+            _err.print(
+                f"{cluster.model} serves at {cluster.grpc_address} after {time.monotonic() - begin:.1f} s ({stages})"
+            )
+            _print_status(info)
+            _err.print("Ctrl-C stops it")
+        stop.wait()
+
+
+def _start_detached(config: Config, arguments: list[str], json_output: bool) -> None:
+    """Run the same command without --detach in a session of its own, and wait for its health check."""
+    runtime = RuntimeDirectory(config.cluster.runtime_dir)
+    state = runtime.read_state()
+    if state is not None and state.supervisor() is not None:
+        raise ConfigError(f"a cluster runs already at {state.grpc} (pid {state.pid}); stop it with `pdserve down`")
+    command = [sys.executable, "-m", "deploy.cli", *(a for a in arguments if a != "--detach")]
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        try:
+            info = _wait_healthy(process, runtime, config.cluster.start_timeout_s + 30.0)
+        except Unavailable:
+            process.terminate()
+            raise
+        if info is None:
+            output.seek(0)
+            _err.print(output.read().decode(errors="replace").strip(), markup=False)
+            raise typer.Exit(process.returncode or 1)
+    _report_up(info, json_output)
+
+
+def _wait_healthy(process: subprocess.Popen[bytes], runtime: RuntimeDirectory, timeout_s: float) -> ServerInfo | None:
+    """The cluster's own words once it is healthy; None if the process ended before."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            process.wait(timeout=0.1)
+            return None
+        except subprocess.TimeoutExpired:
+            state = runtime.read_state()
+        if state is not None and state.pid == process.pid:
+            with Client(state.grpc) as client:
+                if client.healthy():
+                    return client.server_info()
+    raise Unavailable(f"the cluster did not start within {timeout_s:g} s; its logs are in {runtime.logs}")
+
+
+def _report_up(info: ServerInfo, json_output: bool) -> None:
+    if json_output:
+        _out.print_json(json.dumps(_status_object(info)))
+    else:
+        _print_status(info)
+
+
+def _status_object(info: ServerInfo) -> dict[str, Any]:
+    return {
+        "grpc": info.grpc_address,
+        "sessions": info.session_address,
+        "model": info.model,
+        "version": info.version,
+        "running_requests": info.running_requests,
+        "workers": [
+            {
+                "worker_id": worker.worker_id,
+                "role": worker.role,
+                "pid": worker.pid,
+                "state": worker.state,
+                "queue": worker.queue,
+                "requests": worker.requests,
+                "blocks": {"free": worker.blocks.free, "cached": worker.blocks.cached, "leased": worker.blocks.leased},
+                "fingerprint": worker.fingerprint,
+            }
+            for worker in info.workers
+        ],
+    }
+
+
+def _print_status(info: ServerInfo) -> None:
+    _out.print(f"model {info.model}  grpc {info.grpc_address}  sessions {info.session_address}")
+    table = Table("worker", "role", "pid", "state", "queue", "requests", "free", "cached", "leased")
+    for worker in info.workers:
+        counts = (worker.pid, worker.state, worker.queue, worker.requests)
+        blocks = (worker.blocks.free, worker.blocks.cached, worker.blocks.leased)
+        table.add_row(worker.worker_id, worker.role, *(str(value) for value in (*counts, *blocks)))
+    _out.print(table)
+
+
+def _result_object(result: Result) -> dict[str, Any]:
+    usage = {**asdict(result.usage), "total_tokens": result.usage.total_tokens}
+    return {
+        "request_id": result.request_id,
+        "model": result.model,
+        "text": result.text,
+        "token_ids": list(result.token_ids),
+        "finish_reason": result.finish_reason.value,
+        "stop": result.stop,
+        "usage": usage,
+        "seed": result.seed,
+        "ttft_ms": result.ttft_ms,
+        "tpot_ms": result.tpot_ms,
+        "attempts": result.attempts,
+        "exact": result.exact,
+    }
+
+
+def _fail(error: PdserveError, code: int) -> None:
+    _err.print(f"pdserve: {error}", markup=False)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

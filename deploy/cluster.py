@@ -1,0 +1,196 @@
+"""A cluster on this machine: Ray, one router, prefill and decode workers.
+
+    start:  Ray -> router (its ports are known then) -> workers, all at once -> every worker has joined
+    stop:   workers -> router -> Ray -> whatever of theirs is left, by process id -> the runtime directory
+
+Custom resources place the actors, not CPUs: four actors on two cores must not wait for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+import ray
+import ray.exceptions
+
+from deploy.actors import RouterActor, WorkerActor
+from deploy.runtime import RuntimeDirectory
+from deploy.worker import WorkerSpec
+from model.config import ModelConfig
+from model.embedded import embedded_model_directory
+from pdserve.client import Client
+from pdserve.config import Config
+from pdserve.errors import ConfigError, PdserveError, Unavailable
+from pdserve.rpc.inference_pb2 import ServerInfo
+from pdserve.tracing import TraceEvent
+from pdserve.types import Role
+
+_RAY_STORE_BYTES = 80 * 1024 * 1024  # nothing of ours goes through it; Ray wants at least 75 MiB
+_PLACES = "pdserve"
+_STOP_TIMEOUT_S = 10.0
+_EMBEDDED_NAME = "SmolLM2-135M-Instruct"
+
+
+class LocalCluster:
+    """A running cluster. Use it as a context manager, or call `stop`."""
+
+    def __init__(self, config: Config, progress: Callable[[str], None] = lambda stage: None) -> None:
+        """Start everything and wait until it serves. Raises ConfigError or Unavailable; nothing is left then."""
+        self._progress = progress
+        directory, name = _model(config)
+        self.config = _resolve_threads(config)
+        self.model = name
+        self.stage_seconds: dict[str, float] = {}
+        self._runtime = RuntimeDirectory(config.cluster.runtime_dir)
+        self._runtime.create()
+        self._workers: dict[str, ray.actor.ActorHandle] = {}
+        self._router: ray.actor.ActorHandle | None = None
+        try:
+            self._stage("ray", self._start_ray)
+            self._stage("router", lambda: self._start_router(directory))
+            self._stage("workers", lambda: self._start_workers(directory))
+            self._runtime.write_state(self.grpc_address, self.session_address, name)
+        except BaseException:
+            self.stop()
+            raise
+
+    def __enter__(self) -> LocalCluster:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def info(self) -> ServerInfo:
+        """What the router knows of itself and its workers."""
+        with Client(self.grpc_address) as client:
+            return client.server_info()
+
+    def trace_events(self, worker_id: str) -> list[TraceEvent]:
+        """A worker's trace, on this host's monotonic clock."""
+        return ray.get(self._workers[worker_id].trace_events.remote(), timeout=30.0)
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Wait until every worker is a member of the router again. Raises Unavailable."""
+        wanted = frozenset(self._workers)
+        if not _get(self._router.wait_members.remote(wanted, timeout_s), timeout_s + 10.0):
+            ready = {worker.worker_id for worker in self.info().workers if worker.state == "ready"}
+            missing = ", ".join(sorted(wanted - ready))
+            raise Unavailable(f"workers not ready after {timeout_s:g} s: {missing}; see {self._runtime.logs}")
+
+    def stop(self) -> None:
+        """Stop every process of the cluster and remove its directory. Safe to call twice."""
+        if ray.is_initialized():
+            actors = [*self._workers.values(), *([self._router] if self._router else [])]
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.get([actor.stop.remote() for actor in actors], timeout=_STOP_TIMEOUT_S)
+        stop_processes(self._runtime, ray.shutdown)
+        self._runtime.remove()
+
+    def _stage(self, name: str, action: Callable[[], None]) -> None:
+        self._progress(name)
+        begin = time.monotonic()
+        action()
+        self.stage_seconds[name] = time.monotonic() - begin
+
+    def _start_ray(self) -> None:
+        cluster = self.config.cluster
+        places = 1 + cluster.prefill + cluster.decode
+        ray.init(
+            num_cpus=0,
+            num_gpus=0,
+            resources={_PLACES: places},
+            include_dashboard=False,
+            object_store_memory=_RAY_STORE_BYTES,
+            log_to_driver=False,
+            logging_level=logging.CRITICAL,
+            namespace="pdserve",
+            _temp_dir=str(self._runtime.ray),
+            _node_ip_address="127.0.0.1",
+        )
+
+    def _start_router(self, directory: Path) -> None:
+        log_path = str(self._runtime.logs / "router.jsonl")
+        options = {"num_cpus": 0, "resources": {_PLACES: 1}}
+        self._router = RouterActor.options(**options).remote(str(directory), self.model, self.config, log_path)
+        self.grpc_address, self.session_address = _get(self._router.start.remote(), self._timeout_s)
+
+    def _start_workers(self, directory: Path) -> None:
+        cluster = self.config.cluster
+        options = {
+            "num_cpus": 0,
+            "resources": {_PLACES: 1},
+            "max_restarts": -1 if cluster.restart_workers else 0,
+        }
+        roles = [(Role.PREFILL, i) for i in range(cluster.prefill)] + [(Role.DECODE, i) for i in range(cluster.decode)]
+        for role, index in roles:
+            worker_id = f"{role.value}-{index}"
+            spec = WorkerSpec(
+                worker_id=worker_id,
+                role=role,
+                model_directory=str(directory),
+                model_name=self.model,
+                router_addresses=(self.session_address,),
+                kv_socket_directory=str(self._runtime.kv_sockets),
+                log_path=str(self._runtime.logs / f"{worker_id}.jsonl"),
+                config=self.config,
+            )
+            self._workers[worker_id] = WorkerActor.options(**options).remote(spec)
+        _get([actor.ready.remote() for actor in self._workers.values()], self._timeout_s)
+        self.wait_ready(self._timeout_s)
+
+    @property
+    def _timeout_s(self) -> float:
+        return self.config.cluster.start_timeout_s
+
+
+def stop_processes(runtime: RuntimeDirectory, shut_down: Callable[[], None]) -> None:
+    """Shut Ray down, then end by their ids whatever processes of this cluster are left."""
+    processes = runtime.processes()
+    shut_down()
+    _, alive = psutil.wait_procs(processes, timeout=5.0)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=5.0)
+
+
+def _get(references: object, timeout_s: float) -> object:
+    """ray.get with our own errors: a ConfigError raised in an actor comes out as itself."""
+    try:
+        return ray.get(references, timeout=timeout_s)
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        raise cause if isinstance(cause, PdserveError) else Unavailable(f"an actor failed to start: {cause}") from None
+    except ray.exceptions.GetTimeoutError:
+        raise Unavailable(f"the cluster did not start within {timeout_s:g} s (cluster.start_timeout_s)") from None
+    except ray.exceptions.RayActorError as error:
+        raise Unavailable(f"an actor died while starting: {error}") from None
+
+
+def _model(config: Config) -> tuple[Path, str]:
+    """The checkpoint's directory and its public name. Refuses what no worker could load, before anything starts."""
+    embedded = not config.model.path
+    directory = embedded_model_directory() if embedded else Path(config.model.path).expanduser().absolute()
+    if not directory.is_dir():
+        raise ConfigError(f"model.path = {config.model.path!r}: no such directory")
+    ModelConfig.from_hf(directory)
+    return directory, config.model.name or (_EMBEDDED_NAME if embedded else directory.name)
+
+
+def _resolve_threads(config: Config) -> Config:
+    """threads = 0 becomes this machine's cores shared out among the workers."""
+    if config.engine.threads:
+        return config
+    workers = config.cluster.prefill + config.cluster.decode
+    threads = max(1, len(os.sched_getaffinity(0)) // workers)
+    return replace(config, engine=replace(config.engine, threads=threads))

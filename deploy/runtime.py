@@ -1,0 +1,123 @@
+"""The runtime directory of a local cluster: its sockets, its logs, Ray's session, and the state file that other
+commands find it by.
+
+    <runtime_dir>/cluster.json   who runs here and where it listens; there only while the cluster serves
+                  logs/          one file of JSON lines a process
+                  kv/            the KV wire's sockets
+                  ray/           Ray's session
+
+The directory is the user's alone (0700) and short: a socket's path may have 107 bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from pdserve.errors import ConfigError
+
+_MAX_DIRECTORY_BYTES = 40  # leaves room for Ray's own long socket names
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterState:
+    """What `cluster.json` holds. The start time tells this process from a later one with its pid."""
+
+    pid: int
+    started_at: float
+    grpc: str
+    sessions: str
+    model: str
+
+    def supervisor(self) -> psutil.Process | None:
+        """The process that runs the cluster, if it is still that process."""
+        try:
+            process = psutil.Process(self.pid)
+            alive = process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+            return process if alive and abs(process.create_time() - self.started_at) < 1.0 else None
+        except psutil.NoSuchProcess:
+            return None
+
+
+class RuntimeDirectory:
+    """One cluster's directory. Made on `create`, gone on `remove`."""
+
+    def __init__(self, configured: str) -> None:
+        default = Path(tempfile.gettempdir()) / f"pdserve-{os.getuid()}"
+        self.path = Path(configured or default).absolute()
+        if len(os.fsencode(self.path)) > _MAX_DIRECTORY_BYTES:
+            raise ConfigError(
+                f"cluster.runtime_dir = {str(self.path)!r}: must be at most {_MAX_DIRECTORY_BYTES} bytes long, "
+                "because sockets lie below it"
+            )
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def kv_sockets(self) -> Path:
+        return self.path / "kv"
+
+    @property
+    def ray(self) -> Path:
+        return self.path / "ray"
+
+    @property
+    def _state_file(self) -> Path:
+        return self.path / "cluster.json"
+
+    def create(self) -> None:
+        """Make the directory, empty. Raises ConfigError where a cluster runs in it or it is not ours."""
+        state = self.read_state()
+        if state is not None and state.supervisor() is not None:
+            raise ConfigError(f"a cluster runs already at {state.grpc} (pid {state.pid}); stop it with `pdserve down`")
+        if self.path.exists() and (self.path.is_symlink() or self.path.stat().st_uid != os.getuid()):
+            raise ConfigError(f"{self.path} belongs to someone else; choose another cluster.runtime_dir")
+        self._clear()
+        for directory in (self.path, self.logs, self.kv_sockets, self.ray):
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def write_state(self, grpc: str, sessions: str, model: str) -> None:
+        process = psutil.Process()
+        state = ClusterState(process.pid, process.create_time(), grpc, sessions, model)
+        draft = self._state_file.with_suffix(".new")
+        draft.write_text(json.dumps(asdict(state)))
+        draft.rename(self._state_file)
+
+    def read_state(self) -> ClusterState | None:
+        """Who runs here; None where nobody says so."""
+        try:
+            return ClusterState(**json.loads(self._state_file.read_text()))
+        except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError, TypeError):
+            return None
+
+    def processes(self) -> list[psutil.Process]:
+        """Every process of a cluster in this directory: Ray's name it as an argument, the actors descend from them."""
+        found: dict[int, psutil.Process] = {}
+        marker = str(self.ray)
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                if any(marker in argument for argument in process.cmdline()):
+                    found[process.pid] = process
+                    found.update((child.pid, child) for child in process.children(recursive=True))
+        return list(found.values())
+
+    def remove(self) -> None:
+        """Delete the directory and all in it."""
+        self._clear()
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
+
+    def _clear(self) -> None:
+        """Only what a cluster makes: a configured directory may hold other things of its owner's."""
+        self._state_file.unlink(missing_ok=True)
+        for directory in (self.logs, self.kv_sockets, self.ray):
+            shutil.rmtree(directory, ignore_errors=True)

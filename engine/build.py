@@ -1,0 +1,92 @@
+"""Puts an engine together from a checkpoint and settings, and computes its numerics fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import kernels
+from engine.engine import Engine
+from engine.kv_store import KVStore
+from kernels.ops import CacheShape, Kernels, SequenceRows, StepBatch
+from model.decoder import Decoder
+from model.weights import weights_digest
+from pdserve.config import EngineConfig
+from pdserve.errors import ConfigError
+
+_PROBE_TOKENS = 40  # more than one slab of rows and one block, so that the probe takes the paths that matter
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """An engine and what identifies its results. `weights` alone identifies the model."""
+
+    engine: Engine
+    fingerprint: str
+    weights: str
+    dtype: str
+
+
+def build_engine(directory: Path, kernels_name: str, dtype_name: str, config: EngineConfig) -> BuiltEngine:
+    """Load a checkpoint and lay out its KV store. Raises ConfigError where they do not fit together."""
+    if config.threads > 0:
+        torch.set_num_threads(config.threads)
+    ops = kernels.select(kernels_name)
+    dtype = ops.default_dtype() if dtype_name == "auto" else getattr(torch, dtype_name)
+    decoder = Decoder.load(directory, ops, dtype)
+    store = KVStore(ops, _cache_shape(decoder, config, dtype))
+    max_model_len = _max_model_len(decoder, config)
+    weights = weights_digest(directory)
+    dtype_label = str(dtype).removeprefix("torch.")
+    return BuiltEngine(
+        engine=Engine(decoder, store, config, max_model_len),
+        fingerprint=_fingerprint(decoder, ops, weights, dtype_label),
+        weights=weights,
+        dtype=dtype_label,
+    )
+
+
+def _cache_shape(decoder: Decoder, config: EngineConfig, dtype: torch.dtype) -> CacheShape:
+    model = decoder.config
+    one_block = CacheShape(model.layer_count, 1, config.block_tokens, model.kv_heads, model.head_dim, dtype)
+    block_count = config.kv_cache_mb * 2**20 // one_block.block_bytes
+    if block_count < 2:
+        raise ConfigError(
+            f"engine.kv_cache_mb = {config.kv_cache_mb}: holds {block_count} blocks of {one_block.block_bytes} bytes; "
+            f"at least {-(-2 * one_block.block_bytes // 2**20)} are needed"
+        )
+    return CacheShape(model.layer_count, block_count, config.block_tokens, model.kv_heads, model.head_dim, dtype)
+
+
+def _max_model_len(decoder: Decoder, config: EngineConfig) -> int:
+    longest = decoder.config.max_position
+    if config.max_model_len > longest:
+        raise ConfigError(f"engine.max_model_len = {config.max_model_len}: the model was trained for {longest}")
+    return config.max_model_len or longest
+
+
+def _fingerprint(decoder: Decoder, ops: Kernels, weights: str, dtype: str) -> str:
+    """Equal fingerprints mean bit-equal results: weights, dtype, kernels, and the output bits of a small probe run."""
+    parts = (weights, dtype, ops.name, ops.identity(), _probe(decoder, ops))
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
+
+
+def _probe(decoder: Decoder, ops: Kernels) -> str:
+    """Digest of the logits of a fixed prompt in a cache of its own."""
+    model = decoder.config
+    count = min(_PROBE_TOKENS, model.max_position)
+    shape = CacheShape(model.layer_count, 1, count, model.kv_heads, model.head_dim, decoder.dtype)
+    positions = torch.arange(count)
+    batch = StepBatch(
+        token_ids=positions * 7919 % model.vocab_size,
+        positions=positions,
+        slots=positions,
+        sequences=(SequenceRows(0, count, 0, torch.zeros(1, dtype=torch.int64)),),
+        logit_rows=positions[-1:],
+    )
+    with torch.inference_mode():
+        logits = decoder.forward(batch, ops.make_cache(shape))
+    return hashlib.blake2b(logits.numpy().tobytes(), digest_size=16).hexdigest()
