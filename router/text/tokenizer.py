@@ -3,8 +3,11 @@
 Reads what the checkpoint's directory holds, with the ecosystem's meaning:
 
     tokenizer.json           the vocabulary and the pipeline; required
-    tokenizer_config.json    special tokens, add_bos_token / add_eos_token, perhaps the chat template; may be absent
+    tokenizer_config.json    names of special tokens, perhaps the chat template; may be absent
     chat_template.jinja      the chat template; goes before the one in tokenizer_config.json; may be absent
+
+Which special tokens a prompt gets is tokenizer.json's word alone (its post-processor): add_bos_token and add_eos_token
+in tokenizer_config.json describe tokenizers without that file.
 
 It does not know the model: an id can lie outside the model's vocabulary, and a prompt can be too long for it.
 """
@@ -18,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import tokenizers
-from tokenizers import AddedToken, models, processors
+from tokenizers import AddedToken, models
 
 from pdserve.errors import ConfigError, InvalidArgument
 from router.text.chat_template import ChatMessage, ChatTemplate
@@ -58,7 +61,6 @@ class Tokenizer:
         try:
             special_tokens = _special_tokens(config)
             _add_tokens(pipeline, config, special_tokens)
-            _set_post_processor(pipeline, config, special_tokens)
             source = _chat_template_source(directory, config)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{config_path}: malformed: {error!r}") from error
@@ -165,23 +167,6 @@ def _values(tokens: Any) -> Iterable[Any]:
     return tokens.values() if isinstance(tokens, dict) else tokens
 
 
-def _set_post_processor(
-    pipeline: tokenizers.Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str]
-) -> None:
-    """Where the config says outright which of bos and eos to add, that goes before tokenizer.json's own word."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    bos = special_tokens.get("bos_token") if config.get("add_bos_token") else None
-    eos = special_tokens.get("eos_token") if config.get("add_eos_token") else None
-    added = [token for token in (bos, eos) if token is not None]
-    before, after = [bos] if bos else [], [eos] if eos else []
-    pipeline.post_processor = processors.TemplateProcessing(
-        single=[*before, "$A", *after],
-        pair=[*before, "$A", *after, *before, "$B", *after],
-        special_tokens=[(token, pipeline.token_to_id(token)) for token in dict.fromkeys(added)],
-    )
-
-
 def _chat_template_source(directory: Path, config: Mapping[str, Any]) -> str | None:
     path = directory / "chat_template.jinja"
     if path.is_file():
@@ -191,6 +176,8 @@ def _chat_template_source(directory: Path, config: Mapping[str, Any]) -> str | N
         template = {entry["name"]: entry["template"] for entry in template}
     if isinstance(template, dict):
         template = template.get("default")
+    if not (template is None or isinstance(template, str)):
+        raise TypeError(f"chat_template is of type {type(template).__name__}")
     return template
 
 
