@@ -303,7 +303,7 @@ class Receiver:
         return Ack(self._expected.transfer, self.epoch)
 
     def _fail(self, error: PdserveError) -> list[ReceiverAction]:
-        return [Send(abort_frame(self._expected.transfer, self.epoch, error)), *self._end(error)]
+        return [*self._end(error), Send(abort_frame(self._expected.transfer, self.epoch, error))]
 
     def _end(self, error: PdserveError) -> list[ReceiverAction]:
         self.state = ReceiverState.FAILED

@@ -235,7 +235,7 @@ class Sender:
         return Send(Ping(self._offer.transfer, self._offer.epoch, reply=False, spent=self.credit.spent))
 
     def _fail(self, error: PdserveError) -> list[SenderAction]:
-        return [Send(abort_frame(self._offer.transfer, self._offer.epoch, error)), *self._end(error)]
+        return [*self._end(error), Send(abort_frame(self._offer.transfer, self._offer.epoch, error))]
 
     def _end(self, error: PdserveError) -> list[SenderAction]:
         self.state = SenderState.FAILED

@@ -1,0 +1,144 @@
+"""One transfer at its receiving link: carries out what its Receiver asks for.
+
+Writes KV through the caller's writer and reads it back for the hashes, block by block as they become complete. Runs
+on the link's thread only. Decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvtransfer.actions import Delivered, Failed, NeedBlocks, ReceiverAction, Send, Verify, Write
+from kvtransfer.frames import Commit, Layer, Received
+from kvtransfer.integrity import BlockHashes
+from kvtransfer.layout import KVWriter
+from kvtransfer.port import FramePort
+from kvtransfer.receiver import Expectation, Receiver
+from kvtransfer.stats import LinkStats
+from kvtransfer.timing import Timing
+from kvtransfer.transports.base import Peer
+from pdserve.config import TransferConfig
+from pdserve.errors import PdserveError
+from pdserve.tracing import Trace
+from pdserve.types import SampledToken
+
+OnNeedBlocks = Callable[[], None]
+OnReceived = Callable[[Sequence[SampledToken] | PdserveError], None]
+
+_NOTHING = memoryview(b"")
+
+
+class IncomingTransfer:
+    """Calls `on_end` exactly once; never touches the writer after that."""
+
+    def __init__(
+        self,
+        expected: Expectation,
+        config: TransferConfig,
+        timing: Timing,
+        on_need_blocks: OnNeedBlocks,
+        on_end: OnReceived,
+        port: FramePort,
+        stats: LinkStats,
+        trace: Trace,
+        now: float,
+    ) -> None:
+        self._receiver = Receiver(expected, config, timing, now)
+        self._name = expected.transfer.hex()
+        self._peer: Peer | None = None  # the ticket's holder, once it was heard
+        self._writer: KVWriter | None = None
+        self._hashes: BlockHashes | None = None
+        self._on_need_blocks = on_need_blocks
+        self._on_end = on_end
+        self._port = port
+        self._stats = stats
+        self._trace = trace
+
+    @property
+    def ended(self) -> bool:
+        return self._receiver.ended
+
+    def next_deadline(self) -> float:
+        return self._receiver.next_deadline()
+
+    def blocks_leased(self, writer: KVWriter, now: float) -> None:
+        if not self.ended:
+            self._writer = writer
+            self._run(self._receiver.blocks_leased(now), self._peer, _NOTHING, now)
+
+    def abort(self, error: PdserveError, now: float) -> None:
+        self._run(self._receiver.abort(error, now), self._peer, _NOTHING, now)
+
+    def tick(self, now: float) -> None:
+        self._run(self._receiver.tick(now), self._peer, _NOTHING, now)
+
+    def on_frame(self, peer: Peer, received: Received, now: float) -> None:
+        if self._admit(peer, received.frame.epoch):
+            refused = self._receiver.refused
+            actions = self._receiver.on_frame(received.frame, now)
+            self._stats.frames_refused += self._receiver.refused - refused
+            self._run(actions, peer, received.payload, now)
+
+    def on_bad_payload(self, peer: Peer, frame: Layer | Commit, now: float) -> None:
+        if self._admit(peer, frame.epoch):
+            self._run(self._receiver.bad_payload(frame, now), peer, _NOTHING, now)
+
+    def _admit(self, peer: Peer, epoch: int) -> bool:
+        """Whether `peer` may speak. The first that knows transfer and epoch is the ticket's holder."""
+        if epoch != self._receiver.epoch:
+            return True  # refused with an answer, by the table
+        if self._peer is None:
+            self._peer = peer
+        if peer != self._peer:
+            self._stats.frames_refused += 1
+        return peer == self._peer
+
+    def _run(self, actions: Sequence[ReceiverAction], peer: Peer | None, payload: memoryview, now: float) -> None:
+        """`peer` gets the answers; `payload` is what came with the frame that caused the actions."""
+        for action in actions:
+            match action:
+                case Write(frame):
+                    self._write(frame, payload)
+                    self._run(self._receiver.written(frame, now), peer, _NOTHING, now)
+                case Send(frame):
+                    if peer is not None:  # nobody was heard yet: nobody to tell
+                        self._port.send(peer, frame)
+                case NeedBlocks():
+                    self._trace.record("transfer_open", transfer=self._name, side="receiver")
+                    assert self._receiver.offer is not None
+                    self._hashes = BlockHashes(self._receiver.offer)
+                    self._on_need_blocks()
+                case Verify():
+                    self._trace.record("transfer_commit", transfer=self._name, side="receiver")
+                    self._run(self._receiver.verified(self._mismatches(payload), now), peer, _NOTHING, now)
+                case Delivered(tokens):
+                    self._trace.record("transfer_complete", transfer=self._name, side="receiver")
+                    self._end(tokens)
+                case Failed(error):
+                    self._stats.transfers_failed += 1
+                    self._end(error)
+
+    def _write(self, frame: Layer, payload: memoryview) -> None:
+        assert self._writer is not None
+        assert self._hashes is not None
+        layer, start, stop = frame.layer, frame.token_start, frame.token_stop
+        self._hashes.forget(layer, start, stop)
+        self._writer.write(layer, start, stop, payload)
+        self._hashes.present(layer, start, stop)
+        for first, last in self._hashes.unhashed(layer, start, stop):
+            stored = memoryview(self._writer.read(layer, first, last)).cast("B")
+            self._hashes.absorb(layer, first, last, stored)
+        self._trace.record(
+            "frame_received", transfer=self._name, layer=layer, start=start, stop=stop, bytes=payload.nbytes
+        )
+
+    def _mismatches(self, payload: memoryview) -> list[tuple[int, int]]:
+        assert self._hashes is not None
+        mismatches = self._hashes.mismatches(payload)
+        self._stats.integrity_failures += len(mismatches)
+        return mismatches
+
+    def _end(self, outcome: Sequence[SampledToken] | PdserveError) -> None:
+        self._writer = None
+        self._hashes = None
+        self._on_end(outcome)

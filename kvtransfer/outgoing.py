@@ -1,0 +1,124 @@
+"""One transfer at its sending link: carries out what its Sender asks for.
+
+Reads KV through the caller's reader, hashes it and passes it on. Runs on the link's thread only. Decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvtransfer.actions import Failed, Finished, Send, SendCommit, SenderAction, SendLayer
+from kvtransfer.frames import Commit, Frame, Open
+from kvtransfer.integrity import BlockHashes
+from kvtransfer.layout import KVReader
+from kvtransfer.port import FramePort
+from kvtransfer.sender import Sender
+from kvtransfer.stats import LinkStats
+from kvtransfer.timing import Timing
+from kvtransfer.transports.base import Peer
+from pdserve.errors import PdserveError
+from pdserve.tracing import Trace
+from pdserve.types import SampledToken
+
+OnSent = Callable[[PdserveError | None], None]
+
+
+class OutgoingTransfer:
+    """Calls `on_end` exactly once; never reads after that."""
+
+    def __init__(
+        self,
+        offer: Open,
+        timing: Timing,
+        peer: Peer,
+        reader: KVReader,
+        on_end: OnSent,
+        port: FramePort,
+        stats: LinkStats,
+        trace: Trace,
+        now: float,
+    ) -> None:
+        self.peer = peer
+        self._sender = Sender(offer, timing, now)
+        self._offer = offer
+        self._name = offer.transfer.hex()
+        self._reader: KVReader | None = reader
+        self._hashes: BlockHashes | None = BlockHashes(offer)
+        self._on_end = on_end
+        self._port = port
+        self._stats = stats
+        self._trace = trace
+
+    @property
+    def ended(self) -> bool:
+        return self._sender.ended
+
+    def next_deadline(self) -> float:
+        return self._sender.next_deadline()
+
+    def start(self, now: float) -> None:
+        self._run(self._sender.start(now))
+
+    def layer_ready(self, layer: int, start: int, stop: int, now: float) -> None:
+        self._run(self._sender.layer_ready(layer, start, stop, now))
+
+    def commit(self, tokens: Sequence[SampledToken], now: float) -> None:
+        self._run(self._sender.commit(tokens, now))
+
+    def abort(self, error: PdserveError, now: float) -> None:
+        self._run(self._sender.abort(error, now))
+
+    def tick(self, now: float) -> None:
+        self._run(self._sender.tick(now))
+
+    def on_frame(self, frame: Frame, now: float) -> None:
+        refused = self._sender.refused
+        actions = self._sender.on_frame(frame, now)
+        self._stats.frames_refused += self._sender.refused - refused
+        self._run(actions)
+
+    def _run(self, actions: Sequence[SenderAction]) -> None:
+        for action in actions:
+            match action:
+                case SendLayer():
+                    self._send_layer(action)
+                case Send(frame):
+                    if isinstance(frame, Open):
+                        self._trace.record("transfer_open", transfer=self._name, side="sender")
+                    self._port.send(self.peer, frame)
+                case SendCommit(tokens):
+                    self._send_commit(tokens)
+                case Finished():
+                    self._trace.record("transfer_complete", transfer=self._name, side="sender")
+                    self._end(None)
+                case Failed(error):
+                    self._stats.transfers_failed += 1
+                    self._end(error)
+
+    def _send_layer(self, action: SendLayer) -> None:
+        assert self._reader is not None
+        assert self._hashes is not None
+        frame = action.frame
+        layer, start, stop = frame.layer, frame.token_start, frame.token_stop
+        payload = memoryview(self._reader.read(layer, start, stop)).cast("B")
+        self._port.send(self.peer, frame, payload)
+        self._trace.record("frame_sent", transfer=self._name, layer=layer, start=start, stop=stop, bytes=payload.nbytes)
+        if action.resend:
+            self._stats.frames_resent += 1
+            self._stats.bytes_resent += payload.nbytes
+        self._hashes.present(layer, start, stop)
+        self._hashes.absorb(layer, start, stop, payload)
+        for first, last in self._hashes.unhashed(layer, start, stop):  # blocks that came in pieces
+            whole = memoryview(self._reader.read(layer, first, last)).cast("B")
+            self._hashes.absorb(layer, first, last, whole)
+
+    def _send_commit(self, tokens: tuple[SampledToken, ...]) -> None:
+        assert self._hashes is not None
+        hashes = self._hashes.packed()
+        self._port.send(self.peer, Commit(self._offer.transfer, self._offer.epoch, tokens, len(hashes)), hashes)
+        self._trace.record("transfer_commit", transfer=self._name, side="sender")
+
+    def _end(self, error: PdserveError | None) -> None:
+        self._reader = None
+        self._hashes = None
+        self._on_end(error)
