@@ -75,6 +75,10 @@ class LocalCluster:
         with Client(self.grpc_address) as client:
             return client.server_info()
 
+    @property
+    def worker_ids(self) -> list[str]:
+        return list(self._workers)
+
     def trace_events(self, worker_id: str) -> list[TraceEvent]:
         """A worker's trace, on this host's monotonic clock."""
         return ray.get(self._workers[worker_id].trace_events.remote(), timeout=30.0)

@@ -80,7 +80,7 @@ class Worker:
         )
         self._sessions = WorkerSessions(spec.router_addresses, self.info, self, lambda: self._load)
         max_queued = config.engine.max_queued
-        self._prefill = PrefillService(self._engine, self._link, self._sessions, max_queued)
+        self._prefill = PrefillService(self._engine, self._link, self._sessions, self._trace, max_queued)
         self._decode = DecodeService(self._engine, self._link, self._sessions, max_queued)
         self._stopping = threading.Event()
         self._engine_thread = threading.Thread(target=self._step_forever, name="engine", daemon=True)

@@ -37,7 +37,7 @@ def build_engine(directory: Path, kernels_name: str, dtype_name: str, config: En
     ops = kernels.select(kernels_name)
     dtype = ops.default_dtype() if dtype_name == "auto" else getattr(torch, dtype_name)
     decoder = Decoder.load(directory, ops, dtype)
-    store = KVStore(ops, _cache_shape(decoder, config, dtype))
+    store = KVStore(ops, _cache_shape(decoder, config))
     max_model_len = _max_model_len(decoder, config)
     weights = weights_digest(directory)
     dtype_label = str(dtype).removeprefix("torch.")
@@ -49,16 +49,15 @@ def build_engine(directory: Path, kernels_name: str, dtype_name: str, config: En
     )
 
 
-def _cache_shape(decoder: Decoder, config: EngineConfig, dtype: torch.dtype) -> CacheShape:
-    model = decoder.config
-    one_block = CacheShape(model.layer_count, 1, config.block_tokens, model.kv_heads, model.head_dim, dtype)
-    block_count = config.kv_cache_mb * 2**20 // one_block.block_bytes
+def _cache_shape(decoder: Decoder, config: EngineConfig) -> CacheShape:
+    block_bytes = decoder.cache_shape(1, config.block_tokens).block_bytes
+    block_count = config.kv_cache_mb * 2**20 // block_bytes
     if block_count < 2:
         raise ConfigError(
-            f"engine.kv_cache_mb = {config.kv_cache_mb}: holds {block_count} blocks of {one_block.block_bytes} bytes; "
-            f"at least {-(-2 * one_block.block_bytes // 2**20)} are needed"
+            f"engine.kv_cache_mb = {config.kv_cache_mb}: holds {block_count} blocks of {block_bytes} bytes; "
+            f"at least {-(-2 * block_bytes // 2**20)} are needed"
         )
-    return CacheShape(model.layer_count, block_count, config.block_tokens, model.kv_heads, model.head_dim, dtype)
+    return decoder.cache_shape(block_count, config.block_tokens)
 
 
 def _max_model_len(decoder: Decoder, config: EngineConfig) -> int:
@@ -76,17 +75,14 @@ def _fingerprint(decoder: Decoder, ops: Kernels, weights: str, dtype: str) -> st
 
 def _probe(decoder: Decoder, ops: Kernels) -> str:
     """Digest of the logits of a fixed prompt in a cache of its own."""
-    model = decoder.config
-    count = min(_PROBE_TOKENS, model.max_position)
-    shape = CacheShape(model.layer_count, 1, count, model.kv_heads, model.head_dim, decoder.dtype)
+    count = min(_PROBE_TOKENS, decoder.max_position)
     positions = torch.arange(count)
     batch = StepBatch(
-        token_ids=positions * 7919 % model.vocab_size,
+        token_ids=positions * 7919 % decoder.config.vocab_size,
         positions=positions,
         slots=positions,
         sequences=(SequenceRows(0, count, 0, torch.zeros(1, dtype=torch.int64)),),
         logit_rows=positions[-1:],
     )
-    with torch.inference_mode():
-        logits = decoder.forward(batch, ops.make_cache(shape))
+    logits = decoder.forward(batch, ops.make_cache(decoder.cache_shape(1, count)))
     return hashlib.blake2b(logits.numpy().tobytes(), digest_size=16).hexdigest()

@@ -40,11 +40,8 @@ class Runner:
             for part in exporting:
                 part.sequence.sink.on_layer(part.sequence, layer, part.start, part.stop)
 
-        with torch.inference_mode():
-            logits = self._decoder.forward(
-                self._batch(plan.slices), self._store.cache, after_layer if exporting else None
-            )
-            rows = logits.numpy()
+        batch = self._batch(plan.slices)
+        rows = self._decoder.forward(batch, self._store.cache, after_layer if exporting else None).numpy()
         sampling = [part for part in plan.slices if part.samples]
         return [
             Sampled(part, sample(rows[i], part.sequence.params, part.sequence.index, part.sequence.known))

@@ -21,6 +21,7 @@ from engine.sequence import Sequence
 from kvtransfer.link import Link
 from pdserve import logs
 from pdserve.errors import Cancelled, PdserveError, ResourceExhausted
+from pdserve.tracing import Trace
 from pdserve.types import Finish, Owner, SampledToken, SamplingParams, Ticket
 
 _log = logs.logger("prefill")
@@ -33,10 +34,11 @@ class Reports(Protocol):
 class PrefillService:
     """Commands come from the session thread; the rest runs on the engine's and the link's threads."""
 
-    def __init__(self, engine: Engine, link: Link, reports: Reports, max_queued: int) -> None:
+    def __init__(self, engine: Engine, link: Link, reports: Reports, trace: Trace, max_queued: int) -> None:
         self._engine = engine
         self._link = link
         self._reports = reports
+        self._trace = trace
         self._max_queued = max_queued
         self._exports: dict[Owner, Export] = {}
 
@@ -76,8 +78,10 @@ class Export:
         self._service = service
         self._engine = service._engine
         self._link = service._link
+        self._trace = service._trace
         self._owner = owner
         self._ticket = ticket
+        self._transfer = ticket.transfer_id.hex()
         self._transfer_error: PdserveError | None = None
 
     # The engine's thread.
@@ -93,9 +97,11 @@ class Export:
         )
 
     def on_layer(self, sequence: Sequence, layer: int, start: int, stop: int) -> None:
+        self._trace.record("layer_computed", transfer=self._transfer, layer=layer, start=start, stop=stop)
         self._link.layer_ready(self._ticket.transfer_id, layer, start, stop)
 
     def on_tokens(self, sequence: Sequence, tokens: ListLike[SampledToken]) -> None:
+        self._trace.record("prefill_computed", transfer=self._transfer, request_id=self._owner.request_id)
         self._link.commit(self._ticket.transfer_id, tokens)
 
     def on_abort(self, sequence: Sequence, error: PdserveError) -> None:

@@ -1,0 +1,54 @@
+"""What a request's KV transfer cost, read from the traces of both sides (one host, one monotonic clock)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from deploy.cluster import LocalCluster
+from pdserve.tracing import TraceEvent
+
+
+@dataclass(frozen=True, slots=True)
+class TransferReport:
+    """`hidden_share`: of the time in which a frame was on its way (handed to the wire, not yet verified and written),
+    the part that lay before the end of the prefill computation. Only the rest can delay the first token."""
+
+    kv_bytes: int
+    frame_count: int
+    hidden_share: float
+    visible_ms: float
+
+
+def transfer_report(cluster: LocalCluster, request_id: str) -> TransferReport:
+    """The report of a request's first transfer. Raises LookupError where no worker has a trace of it."""
+    events = [event for worker in cluster.worker_ids for event in cluster.trace_events(worker)]
+    computed = next((e for e in events if e.name == "prefill_computed" and e.fields["request_id"] == request_id), None)
+    if computed is None:
+        raise LookupError(f"no trace of a prefill for request {request_id}")
+    transfer = computed.fields["transfer"]
+    mine = [event for event in events if event.fields.get("transfer") == transfer]
+    sent = {_frame(event): event for event in mine if event.name == "frame_sent"}
+    received = {_frame(event): event for event in mine if event.name == "frame_received"}
+    intervals = [(sent[frame].time_ns, received[frame].time_ns) for frame in sent.keys() & received.keys()]
+    busy_ns = _covered(intervals)
+    hidden_ns = _covered((begin, min(end, computed.time_ns)) for begin, end in intervals)
+    return TransferReport(
+        kv_bytes=sum(event.fields["bytes"] for event in sent.values()),
+        frame_count=len(sent),
+        hidden_share=hidden_ns / busy_ns if busy_ns else 1.0,
+        visible_ms=max((end - computed.time_ns for _, end in intervals), default=0) / 1e6,
+    )
+
+
+def _frame(event: TraceEvent) -> tuple[int, int, int]:
+    return event.fields["layer"], event.fields["start"], event.fields["stop"]
+
+
+def _covered(intervals: Iterable[tuple[int, int]]) -> int:
+    """The length of the union of half-open intervals."""
+    covered, reached = 0, 0
+    for begin, end in sorted(intervals):
+        covered += max(0, end - max(begin, reached))
+        reached = max(reached, end)
+    return covered
