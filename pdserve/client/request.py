@@ -1,4 +1,7 @@
-"""What a caller writes, turned into a GenerateRequest. Only types are settled here; values are the server's to judge."""
+"""What a caller writes, turned into a GenerateRequest.
+
+Only types are settled here; values are the server's to judge.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,550 @@
+"""The clients against a real gRPC server on a real socket, whose answers each test scripts."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
+
+from pdserve.client import AsyncClient, Client, TokenLogprob
+from pdserve.errors import (
+    AlreadyExists,
+    Cancelled,
+    DeadlineExceeded,
+    FailedPrecondition,
+    InternalError,
+    InvalidArgument,
+    NotFound,
+    PdserveError,
+    ProtocolError,
+    ResourceExhausted,
+    Unavailable,
+)
+from pdserve.rpc import inference_pb2 as pb
+from pdserve.rpc import inference_pb2_grpc
+from pdserve.types import FinishReason, Usage
+
+DEADLINE_S = 10.0
+Script = Callable[[pb.GenerateRequest, grpc.ServicerContext], Iterator[pb.GenerateResponse]]
+
+
+def started(**fields: Any) -> pb.GenerateResponse:
+    values = {"request_id": "r1", "model": "tiny", "seed": 2**64 - 1, "prompt_token_ids": [7, 8], **fields}
+    return pb.GenerateResponse(started=pb.Started(**values))
+
+
+def delta(text: str, *token_ids: int, **fields: Any) -> pb.GenerateResponse:
+    return pb.GenerateResponse(delta=pb.Delta(text=text, token_ids=token_ids, **fields))
+
+
+def finished(**fields: Any) -> pb.GenerateResponse:
+    values = {
+        "finish_reason": pb.FINISH_REASON_LENGTH,
+        "usage": pb.Usage(prompt_tokens=2, completion_tokens=3, cached_tokens=1),
+        "exact": True,
+        "attempts": 1,
+        **fields,
+    }
+    return pb.GenerateResponse(finished=pb.Finished(**values))
+
+
+WHOLE = (started(), delta("Hel", 1), delta("lo", 2, 3), finished())
+
+
+class ScriptedRouter(inference_pb2_grpc.InferenceServicer):
+    """Answers Generate with `script` and remembers the requests."""
+
+    def __init__(self) -> None:
+        self.script: Script = lambda request, context: iter(WHOLE)
+        self.requests: list[pb.GenerateRequest] = []
+        self.address = ""
+
+    def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        self.requests.append(request)
+        yield from self.script(request, context)
+
+    def Abort(self, request: pb.AbortRequest, context: grpc.ServicerContext) -> pb.AbortResponse:
+        if request.request_id != "r1":
+            context.abort(grpc.StatusCode.NOT_FOUND, f"no request {request.request_id!r} in flight")
+        return pb.AbortResponse()
+
+    def GetModelInfo(self, request: pb.GetModelInfoRequest, context: grpc.ServicerContext) -> pb.ModelInfo:
+        return pb.ModelInfo(model="tiny", vocab_size=100, max_model_len=32, eos_token_ids=[2])
+
+    def GetServerInfo(self, request: pb.GetServerInfoRequest, context: grpc.ServicerContext) -> pb.ServerInfo:
+        return pb.ServerInfo(version="1", workers=[pb.WorkerStatus(worker_id="decode-0", state="ready")])
+
+    def answer(self, *events: pb.GenerateResponse) -> None:
+        self.script = lambda request, context: iter(events)
+
+
+class HangingScript:
+    """Starts a stream and keeps it open until the client ends it, which sets `ended`."""
+
+    def __init__(self, *events: pb.GenerateResponse) -> None:
+        self.ended = threading.Event()
+        self._events = events
+
+    def __call__(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        context.add_callback(self.ended.set)
+        yield from self._events
+        self.ended.wait(DEADLINE_S)
+
+
+@pytest.fixture
+def router() -> Iterator[ScriptedRouter]:
+    servicer = ScriptedRouter()
+    with ThreadPoolExecutor(4) as pool:
+        limit = 64 * 1024 * 1024
+        options = [("grpc.max_receive_message_length", limit), ("grpc.max_send_message_length", limit)]
+        server = grpc.server(pool, options=options)
+        inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
+        servicer.health = health.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(servicer.health, server)
+        servicer.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        server.start()
+        yield servicer
+        server.stop(None).wait(DEADLINE_S)
+
+
+@pytest.fixture
+def client(router: ScriptedRouter) -> Iterator[Client]:
+    with Client(router.address) as client:
+        yield client
+
+
+class TestStream:
+    def test_deltas_come_in_order_and_make_up_the_result(self, client: Client) -> None:
+        stream = client.generate("hi")
+        assert [(delta.text, delta.token_ids) for delta in stream] == [("Hel", (1,)), ("lo", (2, 3))]
+        result = stream.result
+        assert (result.text, result.token_ids) == ("Hello", (1, 2, 3))
+        assert (result.request_id, result.model, result.seed) == ("r1", "tiny", 2**64 - 1)
+        assert result.prompt_token_ids == (7, 8)
+        assert result.usage == Usage(prompt_tokens=2, completion_tokens=3, cached_tokens=1)
+        assert (result.finish_reason, result.stop) == (FinishReason.LENGTH, None)
+        assert (result.exact, result.attempts) == (True, 1)
+        assert result.logprobs == ()
+
+    def test_started_is_there_before_the_first_token(self, router: ScriptedRouter, client: Client) -> None:
+        router.script = script = HangingScript(started(prompt_token_ids=[5]))
+        with client.generate("hi", timeout_s=DEADLINE_S) as stream:
+            assert stream.started.prompt_token_ids == (5,)
+            assert stream.started is stream.started
+        assert script.ended.wait(DEADLINE_S)
+
+    def test_started_can_be_asked_at_any_time(self, client: Client) -> None:
+        stream = client.generate("hi")
+        assert stream.started.request_id == "r1"
+        assert stream.read().text == "Hello"
+        assert stream.started.request_id == "r1"
+
+    @pytest.mark.parametrize(
+        ("match", "stop"),
+        [({"stop": "\n\n"}, "\n\n"), ({"stop_token_id": 2}, 2), ({"stop_token_id": 0}, 0), ({}, None)],
+    )
+    def test_result_says_what_stopped_it(
+        self, router: ScriptedRouter, client: Client, match: dict[str, Any], stop: str | int | None
+    ) -> None:
+        router.answer(started(), delta("a", 1), finished(finish_reason=pb.FINISH_REASON_STOP, **match))
+        result = client.complete("hi")
+        assert (result.finish_reason, result.stop) == (FinishReason.STOP, stop)
+
+    def test_one_logprob_a_token_reaches_the_result(self, router: ScriptedRouter, client: Client) -> None:
+        tokens = [
+            pb.TokenLogprobs(logprob=-0.5, top=[pb.TopLogprob(token_id=1, logprob=-0.5)]),
+            pb.TokenLogprobs(logprob=-2.0),
+        ]
+        router.answer(started(), delta("a", 1, logprobs=tokens[:1]), delta("b", 2, logprobs=tokens[1:]), finished())
+        assert client.complete("hi", logprobs=1).logprobs == (TokenLogprob(-0.5, ((1, -0.5),)), TokenLogprob(-2.0))
+
+    def test_leaving_the_iteration_cancels_the_request(self, router: ScriptedRouter, client: Client) -> None:
+        router.script = script = HangingScript(started(), delta("a", 1))
+        stream = client.generate("hi", timeout_s=DEADLINE_S)
+        for _ in stream:
+            break
+        assert script.ended.wait(DEADLINE_S / 2)
+        with pytest.raises(RuntimeError, match="no result yet"):
+            _ = stream.result
+
+    def test_cancel_from_another_thread_ends_the_iteration(self, router: ScriptedRouter, client: Client) -> None:
+        router.script = script = HangingScript(started(), delta("a", 1))
+        stream = client.generate("hi", timeout_s=DEADLINE_S)
+        deltas = iter(stream)
+        next(deltas)
+        threading.Thread(target=stream.cancel).start()
+        with pytest.raises(Cancelled):
+            next(deltas)
+        assert script.ended.wait(DEADLINE_S)
+
+    def test_closing_the_client_ends_its_streams(self, router: ScriptedRouter) -> None:
+        router.script = script = HangingScript(started(), delta("a", 1))
+        client = Client(router.address)
+        deltas = iter(client.generate("hi", timeout_s=DEADLINE_S))
+        next(deltas)
+        client.close()
+        with pytest.raises(Cancelled):
+            next(deltas)
+        assert script.ended.wait(DEADLINE_S)
+
+    def test_deadline_passes_on_a_silent_router(self, router: ScriptedRouter, client: Client) -> None:
+        router.script = script = HangingScript(started())
+        with pytest.raises(DeadlineExceeded):
+            client.complete("hi", timeout_s=0.2)
+        assert script.ended.wait(DEADLINE_S)
+
+    @pytest.mark.parametrize(
+        "events",
+        [
+            [],
+            [started()],
+            [started(), delta("a", 1)],
+            [delta("a", 1), started(), finished()],
+            [finished()],
+            [started(), started(), finished()],
+            [started(), finished(), delta("a", 1)],
+            [started(), finished(), finished()],
+            [started(), finished(finish_reason=pb.FINISH_REASON_UNSPECIFIED)],
+        ],
+    )
+    def test_stream_that_breaks_the_protocol_is_an_error(
+        self, router: ScriptedRouter, client: Client, events: list[pb.GenerateResponse]
+    ) -> None:
+        router.answer(*events)
+        with pytest.raises(ProtocolError):
+            client.complete("hi")
+
+    def test_stream_that_ends_at_once_has_no_start(self, router: ScriptedRouter, client: Client) -> None:
+        router.answer()
+        with pytest.raises(ProtocolError):
+            _ = client.generate("hi").started
+
+    def test_event_of_a_kind_not_known_yet_is_skipped(self, router: ScriptedRouter, client: Client) -> None:
+        router.answer(*WHOLE[:1], pb.GenerateResponse(), *WHOLE[1:])
+        assert client.complete("hi").text == "Hello"
+
+    def test_message_larger_than_grpcs_default_limit_passes(self, router: ScriptedRouter, client: Client) -> None:
+        ids = [100_000] * 1_500_000
+        router.script = lambda request, context: iter(
+            (started(prompt_token_ids=request.prompt_token_ids.ids), finished())
+        )
+        assert len(client.complete(ids).prompt_token_ids) == len(ids)
+
+
+class SteppingClock:
+    """Every reading is half a second later than the one before."""
+
+    def __init__(self) -> None:
+        self._now = 100.0
+
+    def now(self) -> float:
+        self._now += 0.5
+        return self._now
+
+
+class TestTimes:
+    def test_ttft_and_tpot_are_taken_from_arrivals(self, router: ScriptedRouter) -> None:
+        # Readings: sent 100.5, started 101, deltas 101.5, 102, 102.5 (text only), finished 103.
+        router.answer(started(), delta("a", 1), delta("b", 2, 3), delta("c"), finished())
+        with Client(router.address, clock=SteppingClock()) as client:
+            stream = client.generate("hi")
+            assert [delta.arrived_s for delta in stream] == [101.5, 102.0, 102.5]
+        result = stream.result
+        assert (result.ttft_ms, result.tpot_ms, result.e2e_ms) == (1000.0, 250.0, 2500.0)
+
+    def test_one_token_has_no_tpot(self, router: ScriptedRouter, client: Client) -> None:
+        router.answer(started(), delta("a", 1), finished())
+        result = client.complete("hi")
+        assert result.tpot_ms is None
+        assert result.ttft_ms > 0
+
+
+def aborting(code: grpc.StatusCode, details: str) -> Script:
+    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        yield started()
+        yield delta("a", 1)
+        context.abort(code, details)
+
+    return script
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("code", "expected"),
+        [
+            (grpc.StatusCode.INVALID_ARGUMENT, InvalidArgument),
+            (grpc.StatusCode.RESOURCE_EXHAUSTED, ResourceExhausted),
+            (grpc.StatusCode.UNAVAILABLE, Unavailable),
+            (grpc.StatusCode.FAILED_PRECONDITION, FailedPrecondition),
+            (grpc.StatusCode.ALREADY_EXISTS, AlreadyExists),
+            (grpc.StatusCode.CANCELLED, Cancelled),
+            (grpc.StatusCode.DEADLINE_EXCEEDED, DeadlineExceeded),
+            (grpc.StatusCode.INTERNAL, InternalError),
+            (grpc.StatusCode.UNKNOWN, InternalError),
+        ],
+    )
+    def test_status_becomes_the_error_of_that_code(
+        self, router: ScriptedRouter, client: Client, code: grpc.StatusCode, expected: type[PdserveError]
+    ) -> None:
+        router.script = aborting(code, "top_p: is 2")
+        stream = client.generate("hi")
+        texts = []
+        with pytest.raises(expected, match="top_p: is 2") as caught:
+            texts.extend(delta.text for delta in stream)
+        assert type(caught.value) is expected
+
+    def test_invalid_argument_keeps_its_field(self, router: ScriptedRouter, client: Client) -> None:
+        router.script = aborting(grpc.StatusCode.INVALID_ARGUMENT, "top_p: is 2: must be in (0, 1]")
+        with pytest.raises(InvalidArgument) as caught:
+            client.complete("hi")
+        assert (caught.value.field, caught.value.problem) == ("top_p", "is 2: must be in (0, 1]")
+
+    def test_error_before_the_start_comes_out_of_started(self, router: ScriptedRouter, client: Client) -> None:
+        def refuse(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+            context.abort(grpc.StatusCode.ALREADY_EXISTS, "in flight")
+            yield
+
+        router.script = refuse
+        with pytest.raises(AlreadyExists):
+            _ = client.generate("hi").started
+
+    def test_retry_hint_of_a_full_router_is_read(self, router: ScriptedRouter, client: Client) -> None:
+        detail = any_pb2.Any()
+        detail.Pack(error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=2, nanos=500_000_000)))
+        status = status_pb2.Status(code=8, message="queue is full", details=[detail])
+
+        def refuse(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+            context.abort_with_status(rpc_status.to_status(status))
+            yield
+
+        router.script = refuse
+        with pytest.raises(ResourceExhausted, match="queue is full") as caught:
+            client.complete("hi")
+        assert caught.value.retry_after_s == 2.5
+
+    def test_nobody_listening_is_unavailable(self) -> None:
+        with Client(f"127.0.0.1:{unused_port()}") as client, pytest.raises(Unavailable):
+            client.complete("hi", timeout_s=DEADLINE_S)
+
+
+def unused_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return bound.getsockname()[1]
+
+
+class TestRequest:
+    def test_text_with_every_option_arrives_as_given(self, router: ScriptedRouter, client: Client) -> None:
+        client.complete(
+            "hi",
+            request_id="r9",
+            model="tiny",
+            temperature=0.0,
+            top_p=0.5,
+            top_k=0,
+            min_p=0.25,
+            seed=2**64 - 1,
+            max_tokens=5,
+            stop=["a", "b"],
+            stop_token_ids=[1, 2],
+            ignore_eos=True,
+            logprobs=0,
+        )
+        expected = pb.GenerateRequest(
+            request_id="r9",
+            model="tiny",
+            prompt="hi",
+            sampling=pb.SamplingParams(
+                temperature=0.0,
+                top_p=0.5,
+                top_k=0,
+                min_p=0.25,
+                seed=2**64 - 1,
+                max_tokens=5,
+                stop=["a", "b"],
+                stop_token_ids=[1, 2],
+                ignore_eos=True,
+                logprobs=0,
+            ),
+        )
+        assert router.requests == [expected]
+
+    def test_what_is_not_set_is_left_to_the_router(self, router: ScriptedRouter, client: Client) -> None:
+        client.complete("hi", temperature=None, seed=None, stop=None)
+        assert router.requests == [pb.GenerateRequest(prompt="hi")]
+
+    def test_single_stop_string_is_not_taken_for_its_letters(self, router: ScriptedRouter, client: Client) -> None:
+        client.complete("hi", stop="END")
+        assert list(router.requests[0].sampling.stop) == ["END"]
+
+    @pytest.mark.parametrize(
+        "prompt",
+        [
+            [("system", "be brief"), ("user", "hi")],
+            [{"role": "system", "content": "be brief"}, {"content": "hi", "role": "user"}],
+        ],
+    )
+    def test_messages_are_a_chat(self, router: ScriptedRouter, client: Client, prompt: Any) -> None:
+        client.complete(prompt)
+        messages = [pb.ChatMessage(role="system", content="be brief"), pb.ChatMessage(role="user", content="hi")]
+        assert router.requests == [pb.GenerateRequest(chat=pb.Chat(messages=messages))]
+
+    @pytest.mark.parametrize("ids", [[1, 2, 3], (0, 4_294_967_295), range(3), []])
+    def test_integers_are_token_ids(self, router: ScriptedRouter, client: Client, ids: Any) -> None:
+        client.complete(ids)
+        assert router.requests == [pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=ids))]
+        assert router.requests[0].WhichOneof("input") == "prompt_token_ids"
+
+    def test_unknown_option_is_refused_here(self, client: Client) -> None:
+        with pytest.raises(TypeError, match="unknown option: temprature"):
+            client.generate("hi", temprature=0.5)
+
+    @pytest.mark.parametrize(
+        ("prompt", "options", "field"),
+        [
+            ("hi", {"seed": -1}, "seed"),
+            ("hi", {"max_tokens": 2**31}, "max_tokens"),
+            ("hi", {"stop_token_ids": [-1]}, "stop_token_ids"),
+            ([-1], {}, "prompt_token_ids"),
+        ],
+    )
+    def test_number_that_the_wire_cannot_carry_is_refused_here(
+        self, client: Client, prompt: Any, options: Any, field: str
+    ) -> None:
+        with pytest.raises(InvalidArgument) as caught:
+            client.generate(prompt, **options)
+        assert caught.value.field == field
+
+    def test_message_with_other_keys_is_refused_here(self, client: Client) -> None:
+        with pytest.raises(TypeError, match="role and content"):
+            client.generate([{"role": "user", "text": "hi"}])
+
+
+class TestOtherCalls:
+    def test_infos_are_the_routers_own_messages(self, client: Client) -> None:
+        assert client.model_info().eos_token_ids == [2]
+        assert client.server_info().workers[0].worker_id == "decode-0"
+
+    def test_abort_of_an_unknown_request_is_not_found(self, client: Client) -> None:
+        client.abort("r1")
+        with pytest.raises(NotFound, match="no request 'r2' in flight"):
+            client.abort("r2")
+
+    def test_health_follows_what_the_router_says(self, router: ScriptedRouter, client: Client) -> None:
+        assert client.healthy(DEADLINE_S)
+        router.health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        assert not client.healthy(DEADLINE_S)
+
+    def test_router_that_is_not_there_is_not_healthy(self) -> None:
+        with Client(f"127.0.0.1:{unused_port()}") as client:
+            assert not client.healthy(0.5)
+
+
+def run(work: Callable[[AsyncClient], Any], address: str) -> Any:
+    """Run a coroutine with a client of its own, within the deadline."""
+
+    async def bounded() -> Any:
+        async with asyncio.timeout(DEADLINE_S), AsyncClient(address) as client:
+            return await work(client)
+
+    return asyncio.run(bounded())
+
+
+async def happened(event: threading.Event) -> bool:
+    return await asyncio.to_thread(event.wait, DEADLINE_S / 2)
+
+
+class TestAsync:
+    def test_deltas_and_result_are_the_blocking_ones(self, router: ScriptedRouter, client: Client) -> None:
+        async def work(twin: AsyncClient) -> None:
+            stream = twin.generate("hi", max_tokens=3)
+            assert (await stream.started()).request_id == "r1"
+            assert [delta.text async for delta in stream] == ["Hel", "lo"]
+            assert stream.result.token_ids == client.complete("hi", max_tokens=3).token_ids
+            assert (await twin.complete("hi")).text == "Hello"
+
+        run(work, router.address)
+        assert router.requests[0] == router.requests[1]
+
+    def test_leaving_the_iteration_cancels_the_request(self, router: ScriptedRouter) -> None:
+        router.script = script = HangingScript(started(), delta("a", 1))
+
+        async def work(client: AsyncClient) -> bool:
+            async for _ in client.generate("hi"):
+                break
+            return await happened(script.ended)
+
+        assert run(work, router.address)
+
+    def test_cancel_raises_cancelled_and_not_the_tasks_own(self, router: ScriptedRouter) -> None:
+        router.script = script = HangingScript(started(), delta("a", 1))
+
+        async def work(client: AsyncClient) -> bool:
+            stream = client.generate("hi")
+            deltas = aiter(stream)
+            await anext(deltas)
+            stream.cancel()
+            with pytest.raises(Cancelled):
+                await anext(deltas)
+            return await happened(script.ended)
+
+        assert run(work, router.address)
+
+    def test_cancelled_task_cancels_the_request(self, router: ScriptedRouter) -> None:
+        router.script = script = HangingScript(started(), delta("a", 1))
+
+        async def work(client: AsyncClient) -> bool:
+            stream = client.generate("hi")
+            await stream.started()
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(stream.read(), 0.05)
+            return await happened(script.ended)
+
+        assert run(work, router.address)
+
+    def test_errors_are_the_same(self, router: ScriptedRouter) -> None:
+        async def work(client: AsyncClient) -> None:
+            router.script = aborting(grpc.StatusCode.INVALID_ARGUMENT, "top_p: is 2")
+            with pytest.raises(InvalidArgument, match="top_p: is 2"):
+                await client.complete("hi")
+            router.answer()
+            with pytest.raises(ProtocolError):
+                await client.complete("hi")
+            with pytest.raises(ProtocolError):
+                await client.generate("hi").started()
+            router.script = HangingScript(started())
+            with pytest.raises(DeadlineExceeded):
+                await client.complete("hi", timeout_s=0.2)
+            with pytest.raises(RuntimeError, match="no result yet"):
+                _ = client.generate("hi").result
+
+        run(work, router.address)
+
+    def test_other_calls(self, router: ScriptedRouter) -> None:
+        async def work(client: AsyncClient) -> None:
+            assert (await client.model_info()).model == "tiny"
+            assert (await client.server_info()).version == "1"
+            assert await client.healthy(DEADLINE_S)
+            await client.abort("r1")
+            with pytest.raises(NotFound):
+                await client.abort("r2")
+
+        run(work, router.address)
+
+    def test_router_that_is_not_there_is_unavailable(self) -> None:
+        async def work(client: AsyncClient) -> None:
+            with pytest.raises(Unavailable):
+                await client.complete("hi", timeout_s=DEADLINE_S)
+            assert not await client.healthy(0.5)
+
+        run(work, f"127.0.0.1:{unused_port()}")
