@@ -6,6 +6,7 @@ Only types are settled here; values are the server's to judge.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral  # numpy's integers too
 from typing import Any, TypedDict, cast
 
 from pdserve.errors import InvalidArgument
@@ -60,7 +61,7 @@ def _sampling(name: str, value: Any) -> pb.SamplingParams:
 def _set_input(request: pb.GenerateRequest, prompt: Prompt) -> None:
     if isinstance(prompt, str):
         request.prompt = prompt
-    elif all(isinstance(item, int) for item in prompt):
+    elif all(isinstance(item, Integral) for item in prompt):
         try:
             request.prompt_token_ids.CopyFrom(pb.TokenIds(ids=cast("Sequence[int]", prompt)))
         except ValueError as error:
@@ -75,5 +76,6 @@ def _message(message: Message) -> pb.ChatMessage:
         if set(message) != {"role", "content"}:
             raise TypeError(f"a message has role and content, not {', '.join(sorted(message))}")
         return pb.ChatMessage(role=message["role"], content=message["content"])
-    role, content = message
-    return pb.ChatMessage(role=role, content=content)
+    if not isinstance(message, tuple) or len(message) != 2:
+        raise TypeError(f"a message is a mapping or a pair of role and content, not {message!r}")
+    return pb.ChatMessage(role=message[0], content=message[1])

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
@@ -399,7 +400,7 @@ class TestRequest:
         messages = [pb.ChatMessage(role="system", content="be brief"), pb.ChatMessage(role="user", content="hi")]
         assert router.requests == [pb.GenerateRequest(chat=pb.Chat(messages=messages))]
 
-    @pytest.mark.parametrize("ids", [[1, 2, 3], (0, 4_294_967_295), range(3), []])
+    @pytest.mark.parametrize("ids", [[1, 2, 3], (0, 4_294_967_295), range(3), np.arange(3), []])
     def test_integers_are_token_ids(self, router: ScriptedRouter, client: Client, ids: Any) -> None:
         client.complete(ids)
         assert router.requests == [pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=ids))]
@@ -425,9 +426,10 @@ class TestRequest:
             client.generate(prompt, **options)
         assert caught.value.field == field
 
-    def test_message_with_other_keys_is_refused_here(self, client: Client) -> None:
+    @pytest.mark.parametrize("message", [{"role": "user", "text": "hi"}, {"role": "user"}, "hi", ("user",), 1.5])
+    def test_what_is_not_a_message_is_refused_here(self, client: Client, message: Any) -> None:
         with pytest.raises(TypeError, match="role and content"):
-            client.generate([{"role": "user", "text": "hi"}])
+            client.generate([message])
 
 
 class TestOtherCalls:

@@ -173,6 +173,13 @@ def test_long_run_of_byte_tokens_is_given_out_before_it_ends(shapes: dict[str, T
     assert emitted + detokenizer.finish() == text
 
 
+def test_of_a_long_run_that_turns_out_invalid_only_the_held_bytes_are_replaced(shapes: dict[str, Tokenizer]) -> None:
+    detokenizer = Detokenizer(shapes["sentencepiece"])
+    valid = b"a" * (MAX_HELD_BYTES + 3)
+    assert detokenizer.push([3 + byte for byte in valid]) == "a" * (MAX_HELD_BYTES + 1)
+    assert detokenizer.push([3 + 0xFF, 3 + ord("a")]) + detokenizer.finish() == "\ufffd" * 4
+
+
 def test_fresh_detokenizer_fed_with_the_past_goes_on_as_the_old_one(shapes: dict[str, Tokenizer]) -> None:
     for tokenizer in shapes.values():
         ids = tokenizer.encode("hello 日本語 🙂 ไทย")
