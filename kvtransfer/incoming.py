@@ -81,7 +81,10 @@ class IncomingTransfer:
 
     def on_bad_payload(self, peer: Peer, frame: Layer | Commit, now: float) -> None:
         if self._admit(peer, frame.epoch):
-            self._run(self._receiver.bad_payload(frame, now), peer, _NOTHING, now)
+            refused = self._receiver.refused
+            actions = self._receiver.bad_payload(frame, now)
+            self._stats.frames_refused += self._receiver.refused - refused
+            self._run(actions, peer, _NOTHING, now)
 
     def _admit(self, peer: Peer, epoch: int) -> bool:
         """Whether `peer` may speak. The first that knows transfer and epoch is the ticket's holder."""

@@ -1,0 +1,193 @@
+"""Two workers' exchanges on one virtual clock, over a network whose faults come from a seed.
+
+One thread, no sockets: a failing seed replays exactly.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvtransfer.exchange import Exchange
+from kvtransfer.frames import Credit, FrameError, Layer, decode
+from kvtransfer.stats import LinkStats
+from kvtransfer.transports.base import Event, Message, Part, Peer
+from pdserve.clock import ManualClock
+from pdserve.config import TransferConfig
+from pdserve.logs import logger
+from pdserve.tracing import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkFaults:
+    """Chances for each message, and the range of its delay in seconds: unequal delays reorder."""
+
+    drop: float = 0.0
+    double: float = 0.0
+    corrupt: float = 0.0
+    min_delay_s: float = 0.001
+    max_delay_s: float = 0.001
+
+
+class SimulatedNetwork:
+    """Carries messages in virtual time and watches that nobody sends beyond its credit."""
+
+    def __init__(self, clock: ManualClock, rng: random.Random, faults: NetworkFaults) -> None:
+        self.clock = clock
+        self.rng = rng
+        self.faults = faults
+        self.overspent = 0
+        self._granted: dict[tuple[bytes, int], int] = {}
+        self._transports: dict[str, SimulatedTransport] = {}
+        self._flying: list[tuple[float, int, str, Message]] = []
+        self._count = 0
+
+    def transport(self, name: str) -> SimulatedTransport:
+        endpoint = f"simulated://{name}"
+        self._transports[endpoint] = SimulatedTransport(self, endpoint)
+        return self._transports[endpoint]
+
+    def next_delivery(self) -> float | None:
+        return self._flying[0][0] if self._flying else None
+
+    def deliver_due(self) -> None:
+        """Bring what is due to its transport; what goes to a closed one is lost."""
+        while self._flying and self._flying[0][0] <= self.clock.now():
+            _, _, endpoint, message = heapq.heappop(self._flying)
+            if endpoint in self._transports:
+                self._transports[endpoint].arrived.append(message)
+
+    def remove(self, endpoint: str) -> None:
+        self._transports.pop(endpoint, None)
+
+    def carry(self, endpoint: str, message: Message) -> None:
+        self._watch(message.parts)
+        copies = 2 if self.rng.random() < self.faults.double else 1
+        for _ in range(copies):
+            if self.rng.random() < self.faults.drop:
+                continue
+            arrival = self.clock.now() + self.rng.uniform(self.faults.min_delay_s, self.faults.max_delay_s)
+            self._count += 1
+            heapq.heappush(self._flying, (arrival, self._count, endpoint, self._damaged(message)))
+
+    def _damaged(self, message: Message) -> Message:
+        if self.rng.random() >= self.faults.corrupt:
+            return message
+        parts = [bytearray(part) for part in message.parts]
+        part = parts[self.rng.randrange(len(parts))]
+        if part:
+            part[self.rng.randrange(len(part))] ^= 1 << self.rng.randrange(8)
+        return Message(message.peer, [bytes(part) for part in parts])
+
+    def _watch(self, parts: Sequence[Part]) -> None:
+        try:
+            frame = decode(parts).frame
+        except FrameError:
+            return
+        key = frame.transfer, frame.epoch
+        if isinstance(frame, Credit):
+            self._granted[key] = max(self._granted.get(key, 0), frame.total)
+        if isinstance(frame, Layer) and frame.spent > self._granted.get(key, 0):
+            self.overspent += 1
+
+
+class SimulatedTransport:
+    """A Transport that never waits. Peers are named as in the memory transport."""
+
+    def __init__(self, network: SimulatedNetwork, endpoint: str) -> None:
+        self._network = network
+        self.endpoint = endpoint
+        self.arrived: deque[Message] = deque()
+        self._closed = False
+
+    def connect(self, endpoint: str) -> Peer:
+        return b">" + endpoint.encode()
+
+    def disconnect(self, peer: Peer) -> None:
+        pass
+
+    def send(self, peer: Peer, parts: Sequence[Part]) -> None:
+        if self._closed:
+            return  # the dead send nothing
+        direction = b"<" if peer[:1] == b">" else b">"
+        message = Message(direction + self.endpoint.encode(), [bytes(part) for part in parts])
+        self._network.carry(peer[1:].decode(), message)
+
+    def receive(self, timeout_s: float) -> list[Event]:
+        events: list[Event] = list(self.arrived)
+        self.arrived.clear()
+        return events
+
+    def wake(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._closed = True
+        self._network.remove(self.endpoint)
+
+
+class SimulatedWorker:
+    """An exchange with its own transport and counts."""
+
+    def __init__(self, network: SimulatedNetwork, name: str, config: TransferConfig) -> None:
+        self.transport = network.transport(name)
+        self.stats = LinkStats()
+        self.alive = True
+        self.exchange = Exchange(
+            self.transport, config, network.clock, Trace(), logger(f"simulated.{name}"), self.stats
+        )
+
+    def turn(self) -> None:
+        if self.alive:
+            for event in self.transport.receive(0.0):
+                self.exchange.on_event(event)
+            self.exchange.tick()
+
+    def kill(self) -> None:
+        """As SIGKILL: no callback, no farewell."""
+        self.alive = False
+        self.transport.close()
+
+
+class Simulation:
+    """Runs workers and scheduled calls until nothing is left to happen or the time is up."""
+
+    def __init__(self, seed: int, faults: NetworkFaults, config: TransferConfig) -> None:
+        self.clock = ManualClock()
+        self.rng = random.Random(seed)
+        self.config = config
+        self.network = SimulatedNetwork(self.clock, self.rng, faults)
+        self.workers: list[SimulatedWorker] = []
+        self._calls: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+
+    def worker(self, name: str) -> SimulatedWorker:
+        self.workers.append(SimulatedWorker(self.network, name, self.config))
+        return self.workers[-1]
+
+    def call_at(self, time_s: float, call: Callable[[], None]) -> None:
+        self._count += 1
+        heapq.heappush(self._calls, (time_s, self._count, call))
+
+    def call_soon(self, delay_s: float, call: Callable[[], None]) -> None:
+        self.call_at(self.clock.now() + delay_s, call)
+
+    def run(self, until_s: float) -> None:
+        while True:
+            for worker in self.workers:
+                worker.turn()
+            upcoming = self._next_time()
+            if upcoming is None or upcoming > until_s:
+                return
+            self.clock.advance(max(0.0, upcoming - self.clock.now()))
+            self.network.deliver_due()
+            while self._calls and self._calls[0][0] <= self.clock.now():
+                heapq.heappop(self._calls)[2]()
+
+    def _next_time(self) -> float | None:
+        times = [worker.exchange.next_deadline() for worker in self.workers if worker.alive]
+        times += [self.network.next_delivery(), self._calls[0][0] if self._calls else None]
+        return min((time for time in times if time is not None and time != float("inf")), default=None)
