@@ -70,7 +70,7 @@ class DecodeService:
             return
         try:
             ticket = entry.expect(sequence)
-        except ResourceExhausted as error:
+        except PdserveError as error:
             self.drop(owner, error)
             return
         self._reports.ticket(owner, ticket)

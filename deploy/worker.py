@@ -20,7 +20,7 @@ from decode_worker.service import DecodeService
 from engine.build import build_engine
 from kvtransfer.layout import KVLayout
 from kvtransfer.link import Link
-from kvtransfer.transports.zmq import ZmqTransport
+from kvtransfer.transports.zmq import ZmqTransport, ipc_endpoint
 from pdserve import logs
 from pdserve.clock import SystemClock
 from pdserve.config import Config
@@ -60,11 +60,18 @@ class Worker:
         self._load = self._engine.load()
         self._engine.add_after_step(self._after_step)
         incarnation = f"{spec.worker_id}-{secrets.token_hex(6)}"
-        transport = ZmqTransport.bind_ipc(Path(spec.kv_socket_directory), incarnation, config.transfer.window_bytes)
+        endpoint = ipc_endpoint(Path(spec.kv_socket_directory), incarnation)
+        transport = ZmqTransport(endpoint, incarnation.encode())
         shape = self._engine.store.shape
         layout = KVLayout(shape.layer_count, shape.kv_heads, shape.head_dim, built.dtype)
         self._link = Link(
-            transport, layout, bytes.fromhex(built.fingerprint), config.transfer, SystemClock(), self._trace
+            transport,
+            layout,
+            bytes.fromhex(built.weights),
+            config.transfer,
+            SystemClock(),
+            self._trace,
+            logs.logger("kv"),
         )
         self.info = WorkerInfo(
             worker_id=spec.worker_id,

@@ -2,7 +2,8 @@
 
 One `Export` a prompt joins the engine and the wire:
 
-    engine leases blocks    -> open the transfer (OPEN)
+    prompt queued           -> the ticket is kept alive
+    engine leases blocks    -> the transfer is opened (OPEN)
     a layer of a chunk done -> that range may be sent, while the next layer is computed
     first token sampled     -> COMMIT carries it
     transfer ended (ACK)    -> the blocks are unpinned, the engine returns the lease, the router is told
@@ -17,6 +18,7 @@ from collections.abc import Sequence as ListLike
 from typing import Protocol
 
 from engine.engine import Engine
+from engine.kv_store import SequenceKV
 from engine.sequence import Sequence
 from kvtransfer.link import Link
 from pdserve import logs
@@ -56,8 +58,13 @@ class PrefillService:
             self._reports.terminal(owner, full)
             return
         export = Export(self, owner, ticket)
-        self._exports[owner] = export
         sequence = Sequence(owner, prompt_ids, output_ids, params, export, stops_after_prefill=True, exports_kv=True)
+        self._exports[owner] = export
+        try:
+            export.queue(sequence)
+        except PdserveError as error:
+            self.ended(owner, error)
+            return
         self._engine.submit(sequence)
 
     def abort(self, owner: Owner) -> None:
@@ -83,18 +90,25 @@ class Export:
         self._ticket = ticket
         self._transfer = ticket.transfer_id.hex()
         self._transfer_error: PdserveError | None = None
+        self._kv: SequenceKV | None = None
 
-    # The engine's thread.
-
-    def on_leased(self, sequence: Sequence) -> None:
+    def queue(self, sequence: Sequence) -> None:
+        """Take up the ticket. Raises ResourceExhausted or Unavailable. The session thread."""
         self._link.open_sender(
             self._ticket,
             self._owner,
             sequence.token_ids,
             sequence.known,
-            self._engine.sequence_kv(sequence),
+            self,
             self._on_transfer_end,
+            queued=True,
         )
+
+    # The engine's thread.
+
+    def on_leased(self, sequence: Sequence) -> None:
+        self._kv = self._engine.sequence_kv(sequence)
+        self._link.start_sender(self._ticket.transfer_id)
 
     def on_layer(self, sequence: Sequence, layer: int, start: int, stop: int) -> None:
         self._trace.record("layer_computed", transfer=self._transfer, layer=layer, start=start, stop=stop)
@@ -110,10 +124,15 @@ class Export:
     def on_end(self, sequence: Sequence, outcome: Finish | PdserveError | None) -> None:
         error = outcome if isinstance(outcome, PdserveError) else self._transfer_error
         if error is not None:
+            self._link.abort_sender(self._ticket.transfer_id, error)  # it may have ended while still queued
             _log.info("prefill ended early", owner=self._owner, error=error)
         self._service.ended(self._owner, error)
 
     # The link's thread.
+
+    def read(self, layer: int, start: int, stop: int) -> memoryview:
+        assert self._kv is not None, "nothing is ready before the blocks are leased"
+        return self._kv.read(layer, start, stop)
 
     def _on_transfer_end(self, error: PdserveError | None) -> None:
         if error is not None:
