@@ -14,10 +14,9 @@ from pdserve.errors import PdserveError, ResourceExhausted, error_from_code
 
 DEFAULT_TIMEOUT_S: Final = 600.0  # of a generation
 UNARY_TIMEOUT_S: Final = 10.0  # of the calls that only ask
-MAX_MESSAGE_BYTES: Final = 32 * 1024 * 1024
+MAX_MESSAGE_BYTES: Final = 32 * 1024 * 1024  # received; what is sent, the router bounds
 
 CHANNEL_OPTIONS: Final = (
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     # A router is reached directly; a proxy meant for the web would swallow even calls to this host.
     ("grpc.enable_http_proxy", 0),
