@@ -237,9 +237,10 @@ class Link:
         self._exchange.shut_down(error)
 
     def _turn(self, wait_s: float) -> None:
-        for event in self._transport.receive(wait_s):
+        events = self._transport.receive(wait_s)
+        self._run_inbox()  # first: what answers a ticket must find its `expect` done
+        for event in events:
             self._exchange.on_event(event)
-        self._run_inbox()
         self._exchange.tick()
 
     def _run_inbox(self) -> None:

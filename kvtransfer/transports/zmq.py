@@ -14,6 +14,7 @@ enter, or tcp://. Links above must be trusted or of one host: this transport aut
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import stat
@@ -121,7 +122,7 @@ class ZmqTransport:
             self._lost.append(PeerLost(peer))
 
     def receive(self, timeout_s: float) -> list[Event]:
-        timeout_ms = 0 if self._lost else max(0, round(timeout_s * 1000))
+        timeout_ms = 0 if self._lost else math.ceil(max(timeout_s, 0.0) * 1000)
         if any(peer not in self._dealers for peer in self._outboxes):
             timeout_ms = min(timeout_ms, _RETRY_MS)  # a ROUTER is writable if any of its peers is
         ready = dict(self._poller.poll(timeout_ms))

@@ -5,10 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
-from support.kv_simulation import NetworkFaults, SimulatedWorker, Simulation
-from support.kv_store import FakeStore
 
 from kvtransfer.frames import Open
 from kvtransfer.integrity import hash_tokens
@@ -17,6 +16,8 @@ from kvtransfer.receiver import Expectation
 from pdserve.config import TransferConfig
 from pdserve.errors import Cancelled, InternalError, PdserveError, TransferError
 from pdserve.types import SampledToken, Ticket
+from support.kv_simulation import NetworkFaults, SimulatedWorker, Simulation
+from support.kv_store import FakeStore
 
 LAYOUT = KVLayout(layer_count=3, kv_heads=1, head_dim=8, dtype="bfloat16")  # 32 bytes a token and layer
 CONFIG = TransferConfig(
@@ -94,13 +95,19 @@ def start(seed: int, faults: NetworkFaults) -> Run:
         simulation.call_soon(delay_s, lambda: run.receiver.exchange.blocks_leased(run.transfer, run.target))
 
     run.receiver.exchange.expect(expected, need_blocks, run.on_received)
-    offer = Open(
-        run.transfer, 1, LAYOUT, b"model", hash_tokens(token_ids), 0, TOKEN_COUNT, rng.choice((1, 8, 32)), 300
-    )
+    offer = Open(run.transfer, 1, LAYOUT, b"model", hash_tokens(token_ids), 0, TOKEN_COUNT, rng.choice((1, 8, 32)), 300)
     ticket = Ticket(run.transfer, 1, run.receiver.transport.endpoint, 0, CONFIG.ticket_ttl_ms)
     run.sender.exchange.open_outgoing(offer, ticket, run.source, run.on_sent, queued=rng.random() < 0.5)
     schedule_prefill(run, rng)
     return run
+
+
+def abort(run: Run, aborter: str) -> None:
+    error = Cancelled("the client went away")
+    if aborter == "prefill":
+        run.sender.exchange.abort_outgoing(run.transfer, error)
+    else:
+        run.receiver.exchange.abort_incoming(run.transfer, error)
 
 
 def schedule_prefill(run: Run, rng: random.Random) -> None:
@@ -110,9 +117,7 @@ def schedule_prefill(run: Run, rng: random.Random) -> None:
         stop = min(TOKEN_COUNT, start + rng.choice((1, 7, 16, 31, 32, 33, 70)))
         for layer in range(LAYOUT.layer_count):
             time_s += rng.choice((0.0, 0.001, 0.1))
-            run.simulation.call_at(
-                time_s, lambda layer=layer, a=start, b=stop: exchange.layer_ready(run.transfer, layer, a, b)
-            )
+            run.simulation.call_at(time_s, partial(exchange.layer_ready, run.transfer, layer, start, stop))
         start = stop
     run.simulation.call_at(time_s, lambda: exchange.commit(run.transfer, TOKENS))
 
@@ -155,9 +160,7 @@ def test_death_of_one_side_at_any_moment_ends_the_other_within_the_ttl(victim: s
 def test_abort_at_any_moment_ends_both_sides_once(aborter: str) -> None:
     for seed in range(60):
         run = start(seed, ROUGH)
-        error = Cancelled("the client went away")
-        end = run.sender.exchange.abort_outgoing if aborter == "prefill" else run.receiver.exchange.abort_incoming
-        run.simulation.call_at(run.simulation.rng.uniform(0.0, 3.0), lambda end=end, run=run: end(run.transfer, error))
+        run.simulation.call_at(run.simulation.rng.uniform(0.0, 3.0), partial(abort, run, aborter))
         run.simulation.run(until_s=100.0)
         run.check()
 
