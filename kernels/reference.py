@@ -15,6 +15,7 @@ rounded once, to the input's dtype. This module does not know models, blocks' ow
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,10 @@ from kernels.ops import CacheShape, SequenceRows
 SLAB_ROWS = 16  # rows of every matrix product
 KV_TILE = 256  # tokens of K and V that attention reduces at once, counted from position 0
 EXP_TILE = 8192  # elements of one exp call: whole vectors, below torch's threading grain of 32768
+# Results of exp are added to 1, or to weights whose largest is 1: smaller ones than this do not show in float32. They
+# are made zero because torch takes many times longer where exp comes near underflow.
+SMALLEST_EXP = 1e-34
+LOWEST_EXPONENT = -80.0  # its exp is below SMALLEST_EXP
 PAD = 16  # every other dimension of a product is a multiple of this
 ALIGNMENT_BYTES = 64  # what torch's CPU allocator guarantees
 # Finite, so that no NaN can arise from it, and a power of two, so that adding and comparing it is exact.
@@ -61,7 +66,7 @@ class ReferenceKernels:
 
     def identity(self) -> str:
         source = xxhash.xxh3_64_hexdigest(Path(__file__).read_bytes())
-        build = xxhash.xxh3_64_hexdigest(torch.__config__.show())
+        build = xxhash.xxh3_64_hexdigest(torch.__config__.show().encode())
         return f"reference-{source}/torch-{torch.__version__}-{build}/{torch.backends.cpu.get_cpu_capability()}"
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
@@ -94,7 +99,7 @@ class ReferenceKernels:
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.float().chunk(2, dim=-1)
-        return (gate / (1.0 + _exp(-gate)) * up).to(gate_up.dtype)
+        return (gate / _exp_(-gate).add_(1.0) * up).to(gate_up.dtype)
 
     def rotary(self, x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """The form of Llama and Qwen: dimension i turns together with dimension i + D / 2."""
@@ -132,15 +137,24 @@ class ReferenceKernels:
         need that tile.
         """
         slabs = _Slabs.cut(q, sequences, cache.shape.kv_heads)
+        slots = [_slots(rows, cache.shape.block_tokens) for rows in sequences]
         softmax = _RunningSoftmax(slabs.queries)
-        lengths = [rows.start + rows.count for rows in sequences]
-        for tile_start in range(0, max(lengths), KV_TILE):
-            tiles = {
-                owner: _gather_tile(cache, layer, rows, tile_start)
-                for owner, rows in enumerate(sequences)
-                if lengths[owner] > tile_start
-            }
-            _attend(slabs, softmax, tiles, tile_start, scale)
+        for tile_start in range(0, max(slabs.last_positions) + 1, KV_TILE):
+            seeing = [slab for slab, last in enumerate(slabs.last_positions) if last >= tile_start]
+            index = torch.tensor(seeing)
+            owners = [slabs.owners[slab] for slab in seeing]
+            scores = torch.empty(len(seeing), *slabs.queries.shape[1:3], KV_TILE)
+            tiles = _tiles(cache.k[layer], [slots[owner] for owner in owners], tile_start)
+            for slab, k, result in zip(seeing, tiles, scores, strict=True):
+                torch.bmm(slabs.queries[slab], k.transpose(1, 2), out=result)
+            tokens = torch.arange(tile_start, tile_start + KV_TILE)
+            hidden = tokens > slabs.positions[index][:, None, :, None]
+            weights = softmax.weigh(index, scores.mul_(scale).masked_fill_(hidden, MASKED))
+            weighted = torch.empty(len(seeing), *slabs.queries.shape[1:])
+            tiles = _tiles(cache.v[layer], [slots[owner] for owner in owners], tile_start)
+            for weight, v, result in zip(weights, tiles, weighted, strict=True):
+                torch.bmm(weight, v, out=result)
+            softmax.add(index, weighted)
         return slabs.uncut(softmax.result(), sequences, q)
 
 
@@ -196,11 +210,11 @@ class _RunningSoftmax:
         self._weighted = torch.zeros(queries.shape)
 
     def weigh(self, slabs: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Take a tile's scores [A, Hkv, SLAB_ROWS, KV_TILE] of these slabs in; returns their weights."""
+        """Take in a tile's scores [A, Hkv, SLAB_ROWS, KV_TILE] of these slabs and turn them into weights."""
         before = self._maximum[slabs]
         maximum = torch.maximum(before, scores.amax(-1, keepdim=True))
-        weights = _exp(scores - maximum)
-        kept = _exp(before - maximum)
+        weights = _exp_(scores.sub_(maximum))
+        kept = _exp_(before.sub_(maximum))
         self._maximum[slabs] = maximum
         self._total[slabs] = self._total[slabs] * kept + _row_sum(weights)
         self._weighted[slabs] = self._weighted[slabs] * kept
@@ -214,53 +228,42 @@ class _RunningSoftmax:
         return self._weighted / self._total + 0.0
 
 
-def _attend(
-    slabs: _Slabs,
-    softmax: _RunningSoftmax,
-    tiles: dict[int, tuple[torch.Tensor, torch.Tensor]],
-    tile_start: int,
-    scale: float,
-) -> None:
-    """Let every slab that reaches this far see its sequence's tile."""
-    seeing = [slab for slab, last in enumerate(slabs.last_positions) if last >= tile_start]
-    index = torch.tensor(seeing)
-    scores = torch.empty(len(seeing), *slabs.queries.shape[1:3], KV_TILE)
-    for slab, result in zip(seeing, scores, strict=True):
-        k, _ = tiles[slabs.owners[slab]]
-        torch.bmm(slabs.queries[slab], k.transpose(1, 2), out=result)
-    scores *= scale
-    tokens = torch.arange(tile_start, tile_start + KV_TILE)
-    scores.masked_fill_(tokens > slabs.positions[index][:, None, :, None], MASKED)
-    weights = softmax.weigh(index, scores)
-    weighted = torch.empty(len(seeing), *slabs.queries.shape[1:])
-    for slab, weight, result in zip(seeing, weights, weighted, strict=True):
-        _, v = tiles[slabs.owners[slab]]
-        torch.bmm(weight, v, out=result)
-    softmax.add(index, weighted)
+def _slots(rows: SequenceRows, block_tokens: int) -> torch.Tensor:
+    """Where the sequence's tokens lie, from position 0 to its last row's."""
+    tokens = torch.arange(rows.start + rows.count)
+    return rows.blocks[tokens // block_tokens] * block_tokens + tokens % block_tokens
 
 
-def _gather_tile(
-    cache: ReferenceCache, layer: int, rows: SequenceRows, tile_start: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of tokens [tile_start, tile_start + KV_TILE), float32 [Hkv, KV_TILE, D']; zeros beyond the last token,
-    as a weight of zero does not silence a NaN."""
-    shape = cache.shape
-    tokens = torch.arange(tile_start, min(tile_start + KV_TILE, rows.start + rows.count))
-    block = tokens.div(shape.block_tokens, rounding_mode="floor")
-    slots = rows.blocks[block] * shape.block_tokens + tokens % shape.block_tokens
-    tile = torch.zeros(2, shape.kv_heads, KV_TILE, _rounded_up(shape.head_dim, PAD))
-    for part, values in zip(tile, (cache.k[layer], cache.v[layer]), strict=True):
-        part[:, : len(tokens), : shape.head_dim] = values.index_select(0, slots).transpose(0, 1)
-    return tile[0], tile[1]
+def _tiles(values: torch.Tensor, slots_of_slabs: list[torch.Tensor], tile_start: int) -> Iterator[torch.Tensor]:
+    """For each slab its sequence's tokens [tile_start, tile_start + KV_TILE) of one layer's K or V [slot, Hkv, D], as
+    float32 [Hkv, KV_TILE, D']. The next step of the iteration may overwrite it.
+
+    Zeros beyond the last token, as a weight of zero does not silence a NaN.
+    """
+    _, kv_heads, head_dim = values.shape
+    tile = torch.zeros(kv_heads, KV_TILE, _rounded_up(head_dim, PAD))
+    gathered = None
+    for slots in slots_of_slabs:
+        if slots is not gathered:
+            gathered = slots
+            tile_slots = slots[tile_start : tile_start + KV_TILE]
+            tile[:, : len(tile_slots), :head_dim] = values.index_select(0, tile_slots).transpose(0, 1)
+            tile[:, len(tile_slots) :] = 0.0
+        yield tile
 
 
-def _exp(x: torch.Tensor) -> torch.Tensor:
-    """Elementwise, float32, in calls of exactly EXP_TILE elements."""
-    flat = torch.zeros(_rounded_up(x.numel(), EXP_TILE))
-    flat[: x.numel()] = x.reshape(-1)
-    for tile in flat.split(EXP_TILE):
+def _exp_(x: torch.Tensor) -> torch.Tensor:
+    """Elementwise in place on a contiguous float32 tensor, in calls of exactly EXP_TILE elements. What would be
+    smaller than SMALLEST_EXP is exactly 0."""
+    flat = x.clamp_(min=LOWEST_EXPONENT).view(-1)
+    rest = flat.numel() % EXP_TILE
+    for tile in flat[: flat.numel() - rest].split(EXP_TILE):
         tile.exp_()
-    return flat[: x.numel()].view(x.shape)
+    if rest:
+        padded = torch.zeros(EXP_TILE)
+        padded[:rest] = flat[-rest:]
+        flat[-rest:] = padded.exp_()[:rest]
+    return torch.nn.functional.threshold_(x, SMALLEST_EXP, 0.0)
 
 
 def _row_sum(x: torch.Tensor) -> torch.Tensor:
