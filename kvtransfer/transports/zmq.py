@@ -29,7 +29,6 @@ from kvtransfer.transports.base import Event, Message, Part, Peer, PeerLost
 from pdserve.errors import ConfigError, TransferError
 
 _HIGH_WATER = 65_536  # messages in a ZMQ queue
-_MAX_WAITING = 65_536  # messages in an outbox
 _MAX_BATCH = 64  # messages of one receive
 _RETRY_MS = 5  # between tries for a connected peer's full queue
 _RECONNECT_MS, _RECONNECT_MAX_MS = 50, 1_000
@@ -54,14 +53,22 @@ def ipc_endpoint(folder: Path, incarnation: str) -> str:
 class ZmqTransport:
     """A Transport. Binds `endpoint` ("tcp://127.0.0.1:*" takes any port) on construction.
 
-    `identity`: 1 to 255 bytes that no other process has, the first not zero. Raises ConfigError where it cannot bind.
+    `identity`: 1 to 255 bytes that no other process has, the first not zero. `max_part_bytes`: a peer that sends more
+    is cut off. `max_waiting`: messages that may wait for a peer. Raises ConfigError where it cannot bind.
     """
 
-    def __init__(self, endpoint: str, identity: bytes, max_part_bytes: int = MAX_PAYLOAD_BYTES) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        identity: bytes,
+        max_part_bytes: int = MAX_PAYLOAD_BYTES,
+        max_waiting: int = 65_536,
+    ) -> None:
         if not 1 <= len(identity) <= 255 or identity[0] == 0:
             raise ConfigError(f"identity {identity!r}: must be 1 to 255 bytes, the first not zero")
         self._identity = identity
         self._max_part_bytes = max_part_bytes
+        self._max_waiting = max_waiting
         self._context = zmq.Context()
         self._router = self._socket(zmq.ROUTER)
         self._router.set(zmq.ROUTER_MANDATORY, 1)
@@ -116,7 +123,7 @@ class ZmqTransport:
             if not self._try_send(peer, parts):
                 self._outboxes[peer] = deque([parts])
                 self._watch_writable(peer)
-        elif len(outbox) < _MAX_WAITING:
+        elif len(outbox) < self._max_waiting:
             outbox.append(parts)
         else:
             self._lost.append(PeerLost(peer))

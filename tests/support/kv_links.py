@@ -1,0 +1,140 @@
+"""Links in pairs, and one transfer driven between them as the two engines would."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvtransfer.layout import KVLayout, KVReader, KVWriter
+from kvtransfer.link import Link
+from kvtransfer.transports.base import Transport
+from kvtransfer.transports.memory import MemoryNetwork
+from kvtransfer.transports.zmq import ZmqTransport, ipc_endpoint
+from pdserve.clock import SystemClock
+from pdserve.config import TransferConfig
+from pdserve.errors import PdserveError
+from pdserve.logs import logger
+from pdserve.tracing import Trace
+from pdserve.types import Owner, SampledToken, Ticket
+from support.kv_store import FakeStore
+
+LAYOUT = KVLayout(layer_count=2, kv_heads=1, head_dim=32, dtype="float32")  # 256 bytes a token and layer
+CONFIG = TransferConfig(
+    window_bytes=8192, max_frame_bytes=4096, ticket_ttl_ms=1_000, ping_interval_ms=50, deadline_ms=20_000
+)
+OWNER = Owner("tenant", "request", "router", 1)
+TOKENS = (SampledToken(42, -0.125, ((42, -0.125),)),)
+WAIT_S = 10.0
+
+Received = Sequence[SampledToken] | PdserveError
+TransportFactory = Callable[[], Transport]
+
+
+def transport_factory(kind: str, folder: Path) -> TransportFactory:
+    """Makes transports that can reach each other: "memory", "ipc" or "tcp"."""
+    network, numbers = MemoryNetwork(), itertools.count()
+
+    def make() -> Transport:
+        name = f"worker{next(numbers)}"
+        if kind == "memory":
+            return network.transport()
+        return ZmqTransport("tcp://127.0.0.1:*" if kind == "tcp" else ipc_endpoint(folder / "kv", name), name.encode())
+
+    return make
+
+
+def make_link(
+    transport: Transport,
+    config: TransferConfig = CONFIG,
+    layout: KVLayout = LAYOUT,
+    model: bytes = b"model",
+    trace: Trace | None = None,
+    max_transfers: int = 64,
+) -> Link:
+    log = logger("test-link")
+    return Link(transport, layout, model, config, SystemClock(), trace or Trace(), log, max_transfers=max_transfers)
+
+
+@contextmanager
+def running(*links: Link) -> Iterator[None]:
+    for link in links:
+        link.start()
+    try:
+        yield
+    finally:
+        for link in links:
+            link.close()
+
+
+class Outcome:
+    """What an `on_end` was called with. More than one call shows in `calls`."""
+
+    def __init__(self, then: Callable[[], None] = lambda: None) -> None:
+        self.calls: list[object] = []
+        self._then = then
+        self._came = threading.Event()
+
+    def __call__(self, result: object) -> None:
+        self.calls.append(result)
+        self._then()
+        self._came.set()
+
+    def comes_within(self, timeout_s: float) -> bool:
+        return self._came.wait(timeout_s)
+
+    def wait(self, timeout_s: float = WAIT_S) -> object:
+        assert self.comes_within(timeout_s), "on_end was not called"
+        assert len(self.calls) == 1
+        return self.calls[0]
+
+
+class Expecting:
+    """The receiving engine of one transfer. Leases at once unless `lease` is False; then call `lease_now`."""
+
+    def __init__(
+        self,
+        link: Link,
+        token_ids: Sequence[int],
+        *,
+        writer: KVWriter | None = None,
+        cached_tokens: int = 0,
+        token_stop: int | None = None,
+        lease: bool = True,
+    ) -> None:
+        self.store = FakeStore(LAYOUT, max(len(token_ids), 1))
+        self.writer: KVWriter = writer or self.store
+        self.needed = threading.Event()
+        self.ended = Outcome()
+        self._link = link
+        self._lease = lease
+        self._issued = threading.Event()
+        self.ticket: Ticket = link.expect(
+            OWNER, token_ids, self._on_need_blocks, self.ended, cached_tokens=cached_tokens, token_stop=token_stop
+        )
+        self._issued.set()
+
+    def lease_now(self) -> None:
+        self._link.blocks_leased(self.ticket.transfer_id, self.writer)
+
+    def _on_need_blocks(self) -> None:
+        assert self._issued.wait(WAIT_S)
+        if self._lease:
+            self.lease_now()
+        self.needed.set()
+
+
+def send_all(link: Link, ticket: Ticket, layers: int, token_stop: int, chunk_tokens: int) -> None:
+    """What a chunked prefill reports, then the sampled token."""
+    for start in range(0, token_stop, chunk_tokens):
+        for layer in range(layers):
+            link.layer_ready(ticket.transfer_id, layer, start, min(start + chunk_tokens, token_stop))
+    link.commit(ticket.transfer_id, TOKENS)
+
+
+def open_sender(
+    link: Link, ticket: Ticket, token_ids: Sequence[int], reader: KVReader, on_end: Callable[..., None]
+) -> None:
+    link.open_sender(ticket, OWNER, token_ids, len(token_ids), reader, on_end)
