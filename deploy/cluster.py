@@ -8,6 +8,8 @@ Custom resources place the actors, not CPUs: four actors on two cores must not w
 
 from __future__ import annotations
 
+import deploy.ray_environment  # noqa: F401  isort: skip - before ray
+
 import contextlib
 import logging
 import os
@@ -119,7 +121,6 @@ class LocalCluster:
             logging_level=logging.CRITICAL,
             namespace="pdserve",
             _temp_dir=str(self._runtime.ray),
-            _node_ip_address="127.0.0.1",
         )
 
     def _start_router(self, directory: Path) -> None:

@@ -7,6 +7,7 @@ when to try again).
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import AsyncIterable, AsyncIterator, Iterable
 from typing import Protocol
@@ -126,7 +127,7 @@ class Frontend(InferenceServicer):
         return self._router.server_info()
 
     async def _resolve(self, request: pb.GenerateRequest) -> ResolvedRequest:
-        field, prompt_ids = self._prompt_ids(request)
+        field, prompt_ids = await asyncio.to_thread(self._prompt_ids, request)  # a long prompt takes a while
         params = _params(request.request_id or uuid.uuid4().hex, request.model, request.sampling)
         return resolve_request(params, prompt_ids, await self._router.limits(), self._router.model, prompt_field=field)
 

@@ -1,0 +1,18 @@
+"""What Ray reads from the environment when it is imported. Import this module before `ray`; it does the rest."""
+
+from __future__ import annotations
+
+import os
+
+_SETTINGS = {
+    # Nothing leaves this machine.
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Off, a node's address is 127.0.0.1, and all of Ray's ports are bound to loopback. (The name is of the platforms
+    # where off is Ray's own default.)
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # Ray prints a paragraph into the terminal for every killed worker. Here that is an event like others; it is logged.
+    "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed",
+}
+
+for _name, _value in _SETTINGS.items():
+    os.environ.setdefault(_name, _value)
