@@ -1,0 +1,286 @@
+"""The attempt loop, event by event: what a client is told is told once, and nothing a worker holds is forgotten."""
+
+from dataclasses import replace
+
+import pytest
+
+from pdserve.config import RouterConfig
+from pdserve.errors import (
+    AlreadyExists,
+    Cancelled,
+    InternalError,
+    InvalidArgument,
+    ResourceExhausted,
+    TransferError,
+    Unavailable,
+)
+from pdserve.types import (
+    Finish,
+    FinishReason,
+    ModelLimits,
+    Role,
+    SampledToken,
+    SamplingParams,
+    Ticket,
+    WorkerInfo,
+)
+from router.dispatch import Abort, Accept, Dispatch, End, Request, Retry, StartDecode, StartPrefill
+from router.membership import Membership
+from router.policies import LeastLoaded
+
+TICKET = Ticket(b"t" * 16, 1, "ipc://d", 0, 5000)
+PARAMS = SamplingParams(temperature=0.0, max_tokens=4)
+CONFIG = RouterConfig(max_attempts=3, max_requests=4, ticket_timeout_ms=1000, placement_timeout_ms=2000)
+
+
+class World:
+    """A dispatch with a membership and a note of everything it did."""
+
+    def __init__(self, *workers, config=CONFIG):
+        self.membership = Membership(timeout_s=1.5)
+        self.dispatch = Dispatch("router-1", self.membership, LeastLoaded(), config)
+        for name in workers:
+            self.join(name)
+
+    def join(self, name, fingerprint="same"):
+        role = Role.PREFILL if name.startswith("p") else Role.DECODE
+        info = WorkerInfo(
+            name, name, role, 1, "h", "ipc://", fingerprint, "m", ModelLimits(100, 1000, 1000), eos_token_ids=(2,)
+        )
+        self.membership.join(info, 0.0)
+
+    def lose(self, name):
+        self.membership.leave(name)
+        return self.dispatch.on_worker_lost(name, 0.0)
+
+    def submit(self, request_id="r", params=PARAMS):
+        return self.dispatch.submit(Request(request_id, (5, 6, 7), params), 0.0)
+
+    def decoding(self):
+        """A request whose first token has come; its owner."""
+        (start,) = self.submit()
+        (prefill,) = self.dispatch.on_ticket(start.worker, start.owner, TICKET, 0.0)
+        assert isinstance(prefill, StartPrefill)
+        assert self.tokens(start, 0, 10) == [Accept("r", (SampledToken(10),))]
+        return start
+
+    def tokens(self, start, position, *ids):
+        sampled = tuple(SampledToken(i) for i in ids)
+        return self.dispatch.on_tokens(start.worker, start.owner, position, sampled, 0.0)
+
+    def terminal(self, start, outcome, worker=None):
+        return self.dispatch.on_terminal(worker or start.worker, start.owner, outcome, 0.0)
+
+
+LENGTH = Finish(FinishReason.LENGTH)
+
+
+def test_an_undisturbed_request_takes_one_attempt():
+    world = World("p0", "d0")
+    (start,) = world.submit()
+    assert (start.worker, start.output_ids, start.local_prefill) == ("d0", (), False)
+    (prefill,) = world.dispatch.on_ticket("d0", start.owner, TICKET, 0.0)
+    assert (prefill.worker, prefill.ticket, prefill.owner) == ("p0", TICKET, start.owner)
+    world.tokens(start, 0, 10)
+    world.tokens(start, 1, 11, 12)
+    world.tokens(start, 3, 13)
+    assert world.terminal(start, LENGTH) == [End("r", LENGTH, 1, True)]
+    assert len(world.dispatch) == 0
+
+
+def test_a_lost_decode_worker_leads_to_an_attempt_that_goes_on_from_the_accepted_tokens():
+    world = World("p0", "d0", "d1")
+    start = world.decoding()
+    world.tokens(start, 1, 11)
+    retry, again = world.lose("d0")
+    assert isinstance(retry, Retry)
+    assert again == replace(start, worker="d1", owner=replace(start.owner, attempt=2), output_ids=(10, 11))
+    world.dispatch.on_ticket("d1", again.owner, TICKET, 0.0)
+    assert world.tokens(again, 2, 12) == [Accept("r", (SampledToken(12),))]
+
+
+def test_what_an_old_attempt_still_says_is_fenced_off():
+    world = World("p0", "d0", "d1")
+    start = world.decoding()
+    world.lose("d0")
+    assert world.tokens(start, 1, 99) == []
+    assert world.terminal(start, LENGTH) == []
+    assert world.terminal(start, InternalError("late")) == []
+    assert world.dispatch.on_ticket("d0", start.owner, TICKET, 0.0) == []
+
+
+def test_another_worker_cannot_speak_for_the_attempt():
+    world = World("p0", "d0", "d1")
+    start = world.decoding()
+    assert world.dispatch.on_tokens("d1", start.owner, 1, (SampledToken(99),), 0.0) == []
+    assert world.dispatch.on_tokens("p0", start.owner, 1, (SampledToken(99),), 0.0) == []
+
+
+def test_a_repeated_token_fails_the_attempt_instead_of_reaching_the_client():
+    world = World("p0", "d0", "d1")
+    start = world.decoding()
+    actions = world.tokens(start, 0, 10)
+    assert [type(action) for action in actions] == [Abort, Retry, StartDecode]
+    assert actions[0].worker == "d0"
+
+
+@pytest.mark.parametrize("phase", ["ticket", "prefill"])
+def test_a_prefill_worker_lost_before_the_first_token_is_replaced(phase):
+    world = World("p0", "p1", "d0")
+    (start,) = world.submit()
+    if phase == "prefill":
+        world.dispatch.on_ticket("d0", start.owner, TICKET, 0.0)
+    abort, retry, again = world.lose("p0")
+    assert abort == Abort("d0", start.owner)
+    assert retry.phase == phase
+    (prefill,) = world.dispatch.on_ticket("d0", again.owner, TICKET, 0.0)
+    assert prefill.worker == "p1"
+
+
+def test_without_prefill_workers_decode_prefills():
+    world = World("p0", "d0")
+    world.submit()
+    *_, again = world.lose("p0")
+    assert (again.worker, again.local_prefill) == ("d0", True)
+    assert world.dispatch.on_ticket("d0", again.owner, TICKET, 0.0) == []
+    assert world.tokens(again, 0, 10) == [Accept("r", (SampledToken(10),))]
+
+
+def test_a_prefill_worker_lost_after_the_first_token_disturbs_nothing():
+    world = World("p0", "d0")
+    start = world.decoding()
+    assert world.lose("p0") == []
+    assert world.tokens(start, 1, 11) == [Accept("r", (SampledToken(11),))]
+
+
+def test_a_prefill_error_after_the_first_token_disturbs_nothing():
+    world = World("p0", "d0")
+    start = world.decoding()
+    assert world.terminal(start, TransferError("acknowledgement lost"), worker="p0") == []
+
+
+@pytest.mark.parametrize(
+    ("params", "accepted", "reason"),
+    [(PARAMS, (10, 11, 12, 13), FinishReason.LENGTH), (PARAMS, (10, 2), FinishReason.STOP)],
+)
+def test_a_terminal_lost_with_its_worker_is_made_up_for(params, accepted, reason):
+    world = World("p0", "d0", "d1")
+    start = world.decoding()
+    world.tokens(start, 1, *accepted[1:])
+    (end,) = world.lose("d0")
+    assert end.outcome.reason is reason
+    assert end.attempts == 1
+
+
+def test_with_no_decode_worker_it_waits_for_one_and_then_goes_on():
+    world = World("p0", "d0")
+    start = world.decoding()
+    assert [type(action) for action in world.lose("d0")] == [Retry]
+    world.join("d9")
+    (again,) = world.dispatch.on_worker_joined(1.0)
+    assert (again.worker, again.output_ids) == ("d9", (10,))
+    assert again.owner.attempt == start.owner.attempt + 1
+
+
+def test_with_no_decode_worker_it_ends_unavailable_within_the_deadline():
+    world = World("p0")
+    assert world.submit() == []
+    assert world.dispatch.tick(1.9) == []
+    (end,) = world.dispatch.tick(2.0)
+    assert isinstance(end.outcome, Unavailable)
+    assert len(world.dispatch) == 0
+
+
+def test_a_ticket_that_does_not_come_fails_the_attempt():
+    world = World("p0", "d0", "d1")
+    (start,) = world.submit()
+    abort_decode, abort_prefill, retry, again = world.dispatch.tick(1.0)
+    assert {abort_decode.worker, abort_prefill.worker} == {"d0", "p0"}
+    assert again.worker == "d1"
+    assert retry.owner == start.owner
+
+
+def test_it_gives_up_after_the_last_attempt():
+    world = World("p0", "d0", "d1", "d2", "d3")
+    world.submit()
+    world.lose("d0")
+    world.lose("d1")
+    abort, end = world.lose("d2")
+    assert abort.worker == "p0"
+    assert isinstance(end.outcome, Unavailable)
+    assert end.attempts == 3
+
+
+def test_a_full_worker_is_told_to_the_client_as_full():
+    world = World("d0", config=replace(CONFIG, max_attempts=1))
+    (start,) = world.submit()
+    *_, end = world.terminal(start, ResourceExhausted("full"))
+    assert isinstance(end.outcome, ResourceExhausted)
+
+
+def test_a_clients_error_is_not_tried_again():
+    world = World("p0", "d0", "d1")
+    (start,) = world.submit()
+    *aborts, end = world.terminal(start, InvalidArgument("prompt", "too long"))
+    assert {abort.worker for abort in aborts} == {"d0", "p0"}
+    assert isinstance(end.outcome, InvalidArgument)
+
+
+@pytest.mark.parametrize("phase", ["placing", "ticket", "prefill", "decode"])
+def test_a_cancelled_request_leaves_nothing_in_any_phase(phase):
+    world = World("p0") if phase == "placing" else World("p0", "d0")
+    actions = world.submit()
+    if phase in ("prefill", "decode"):
+        world.dispatch.on_ticket("d0", actions[0].owner, TICKET, 0.0)
+    if phase == "decode":
+        world.tokens(actions[0], 0, 10)
+    *aborts, end = world.dispatch.cancel("r")
+    holding = {"placing": set(), "ticket": {"d0", "p0"}, "prefill": {"d0", "p0"}, "decode": {"d0"}}[phase]
+    assert {abort.worker for abort in aborts} == holding
+    assert isinstance(end.outcome, Cancelled)
+    assert world.dispatch.cancel("r") == []
+
+
+def test_a_stop_string_ends_the_request_and_the_workers_part():
+    world = World("p0", "d0")
+    start = world.decoding()
+    finish = Finish(FinishReason.STOP, stop="\n")
+    assert world.dispatch.finish("r", finish) == [Abort("d0", start.owner), End("r", finish, 1, True)]
+
+
+def test_a_request_id_in_flight_is_refused_and_the_first_goes_on():
+    world = World("p0", "d0")
+    start = world.decoding()
+    with pytest.raises(AlreadyExists, match="'r' is in flight"):
+        world.submit()
+    assert world.tokens(start, 1, 11) == [Accept("r", (SampledToken(11),))]
+
+
+def test_the_door_closes_when_the_router_is_full():
+    world = World("p0", "d0")
+    for number in range(4):
+        world.submit(str(number))
+    with pytest.raises(ResourceExhausted, match="4 requests"):
+        world.submit("one more")
+
+
+def test_requests_spread_over_decode_workers():
+    world = World("p0", "d0", "d1")
+    workers = [world.submit(str(number))[0].worker for number in range(4)]
+    assert sorted(workers) == ["d0", "d0", "d1", "d1"]
+
+
+def test_another_fingerprint_is_taken_last_and_announced_as_inexact():
+    world = World("p0")
+    world.join("d0", "same")
+    world.join("d1", "other")
+    world.join("d2", "same")
+    start = world.decoding()
+    assert start.worker == "d0"
+    *_, again = world.lose("d0")
+    assert again.worker == "d2"
+    *_, last = world.lose("d2")
+    assert last.worker == "d1"
+    world.dispatch.on_ticket("d1", last.owner, TICKET, 0.0)
+    (end,) = world.terminal(last, LENGTH)[-1:]
+    assert end.exact is False

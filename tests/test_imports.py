@@ -1,0 +1,102 @@
+"""Who may import whom, and which cores are free of heavy packages. Imports inside functions count."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = {
+    "pdserve",
+    "kernels",
+    "model",
+    "engine",
+    "kvtransfer",
+    "prefill_worker",
+    "decode_worker",
+    "router",
+    "bench",
+    "deploy",
+}
+ALLOWED = {
+    "pdserve": set(),
+    "kernels": {"pdserve"},
+    "model": {"kernels", "pdserve"},
+    "engine": {"model", "kernels", "pdserve"},
+    "kvtransfer": {"pdserve"},
+    "prefill_worker": {"engine", "kvtransfer", "pdserve"},
+    "decode_worker": {"engine", "kvtransfer", "pdserve"},
+    "router": {"pdserve"},
+    "bench": PACKAGES - {"deploy", "bench"},
+    "deploy": PACKAGES - {"deploy"},
+}
+HEAVY = {"torch", "zmq", "triton", "ray", "transformers"}
+NOT_IN = {"router": HEAVY, "pdserve": HEAVY, "kvtransfer": HEAVY - {"zmq"}}
+
+PURE_CORES = [
+    "engine.blocks",
+    "engine.sequence",
+    "engine.plan",
+    "engine.scheduler",
+    "engine.randomness",
+    "kvtransfer.frames",
+    "kvtransfer.credit",
+    "kvtransfer.ranges",
+    "kvtransfer.sender",
+    "kvtransfer.receiver",
+    "kvtransfer.exchange",
+    "router.membership",
+    "router.policies",
+    "router.dispatch",
+    "router.validation",
+    "pdserve.types",
+    "pdserve.config",
+    "pdserve.client",
+]
+
+
+def imported(path):
+    """The top-level packages a file imports anywhere, with their lines."""
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name.split(".")[0], node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative imports hide who imports whom"
+            yield node.module.split(".")[0], node.lineno
+
+
+def files(package):
+    found = sorted((ROOT / package).rglob("*.py"))
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES))
+def test_imports_follow_the_table(package):
+    forbidden = (PACKAGES - ALLOWED[package] - {package}) | NOT_IN.get(package, set())
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in files(package)
+        for name, line in imported(path)
+        if name in forbidden
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_zmq_is_imported_only_by_its_transport():
+    users = {path.name for path in files("kvtransfer") for name, _ in imported(path) if name == "zmq"}
+    assert users == {"zmq.py"}
+
+
+@pytest.mark.parametrize("module", PURE_CORES)
+def test_pure_cores_import_without_heavy_packages(module):
+    code = (
+        f"import sys, {module}\n"
+        f"found = sorted(set(sys.modules) & {HEAVY!r})\n"
+        f"sys.exit(f'{module} pulls in ' + ', '.join(found) if found else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
