@@ -1,0 +1,94 @@
+"""The operations against the same formulas in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels import CacheShape, Kernels, select
+from pdserve.errors import ConfigError
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Relative: a float32 sum's error, or one rounding to bfloat16."""
+    return 2e-5 if dtype == torch.float32 else 2.0**-8
+
+
+def assert_close(got: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
+    assert got.dtype == dtype
+    scale = wanted.abs().max().item()
+    torch.testing.assert_close(got.double(), wanted, rtol=tolerance(dtype), atol=tolerance(dtype) * scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear(kernels: Kernels, dtype: torch.dtype, bias: bool) -> None:
+    x, weight = random(21, 50, dtype=dtype), random(37, 50, dtype=dtype, seed=2)
+    offset = random(37, dtype=dtype, seed=3) if bias else None
+    wanted = x.double() @ weight.double().t() + (offset.double() if offset is not None else 0.0)
+    packed = kernels.pack(weight, offset)
+    assert_close(kernels.linear(x, packed), wanted, dtype)
+    assert_close(kernels.logits(x, packed), wanted, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm(kernels: Kernels, dtype: torch.dtype) -> None:
+    x, weight = 5.0 * random(9, 3, 20, dtype=dtype), random(20, dtype=dtype, seed=2)
+    mean_square = x.double().pow(2).mean(-1, keepdim=True)
+    wanted = x.double() / (mean_square + 1e-5).sqrt() * weight.double()
+    assert_close(kernels.rms_norm(x, weight, 1e-5), wanted, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_silu_mul_up_to_gates_where_exp_overflows(kernels: Kernels, dtype: torch.dtype) -> None:
+    gate = torch.linspace(-200.0, 200.0, 501).to(dtype).repeat(2, 1)
+    up = random(2, 501, dtype=dtype)
+    wanted = gate.double() * torch.sigmoid(gate.double()) * up.double()
+    assert_close(kernels.silu_mul(torch.cat((gate, up), dim=-1)), wanted, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotary_turns_dimension_i_with_i_plus_half(kernels: Kernels, dtype: torch.dtype) -> None:
+    x, positions, angles = random(4, 2, 6, dtype=dtype), torch.tensor([0, 3, 3, 9]), random(10, 3, seed=2)
+    turned = kernels.rotary(x, positions, torch.cos(angles), torch.sin(angles))
+    pairs = torch.complex(x[..., :3].double(), x[..., 3:].double())
+    pairs = pairs * torch.polar(torch.ones(1, dtype=torch.double), angles[positions].double())[:, None]
+    assert_close(turned, torch.cat((pairs.real, pairs.imag), dim=-1), dtype)
+
+
+def test_what_is_written_to_the_cache_is_read_back_in_canonical_order(kernels: Kernels) -> None:
+    cache = kernels.make_cache(CacheShape(2, 5, 4, 3, 8, torch.bfloat16))
+    slots = torch.tensor([19, 0, 7, 6])
+    k, v = random(4, 3, 8, dtype=torch.bfloat16), random(4, 3, 8, dtype=torch.bfloat16, seed=2)
+    kernels.write_kv(cache, 0, slots, torch.zeros_like(k), torch.zeros_like(v))
+    kernels.write_kv(cache, 1, slots, k, v)
+    order = torch.tensor([2, 0, 3, 1])
+    got = kernels.read_kv(cache, 1, slots[order])
+    assert got.is_contiguous()
+    assert torch.equal(got, torch.stack((k, v))[:, order])
+    assert not kernels.read_kv(cache, 0, slots).any()
+
+
+def test_a_weight_may_be_an_unaligned_view_of_another_tensor(kernels: Kernels) -> None:
+    x, weight = random(3, 32), random(48, 32, seed=2)
+    view = torch.empty(weight.numel() + 1)[1:].view(weight.shape).copy_(weight)
+    assert torch.equal(kernels.linear(x, kernels.pack(view, None)), kernels.linear(x, kernels.pack(weight, None)))
+
+
+def test_the_reference_shares_the_memory_of_a_weight_in_its_own_form() -> None:
+    weight = random(48, 32)
+    assert select("reference").pack(weight, None).weight.data_ptr() == weight.data_ptr()
+
+
+def test_identity_names_the_implementation_and_repeats(kernels: Kernels) -> None:
+    assert kernels.identity().startswith(kernels.name)
+    assert kernels.identity() == select(kernels.name).identity()
+
+
+def test_an_unknown_implementation_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="'fast'"):
+        select("fast")
