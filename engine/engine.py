@@ -156,13 +156,22 @@ class Engine:
         if sequence.owner in self._sequences:
             sequence.sink.on_end(sequence, InternalError(f"owner {sequence.owner} was submitted twice"))
             return
-        longest = min(self.max_model_len, self.limits.pool_tokens)
-        if not 0 < sequence.known <= longest:
-            problem = f"{sequence.known} tokens: must be between 1 and {longest}"
-            sequence.sink.on_end(sequence, InvalidArgument("prompt", problem))
+        problem = self._misfit(sequence)
+        if problem is not None:
+            sequence.sink.on_end(sequence, problem)
             return
         self._sequences[sequence.owner] = sequence
         self._scheduler.add(sequence)
+
+    def _misfit(self, sequence: Sequence) -> InvalidArgument | None:
+        """What the router should have refused: a sequence that could never end here."""
+        longest = min(self.max_model_len, self.limits.pool_tokens)
+        if not 0 < sequence.known < longest:
+            return InvalidArgument("prompt", f"has {sequence.known} tokens: must be between 1 and {longest - 1}")
+        room = longest - sequence.prompt_count
+        if sequence.params.max_tokens > room:
+            return InvalidArgument("max_tokens", f"is {sequence.params.max_tokens}: there is room for {room}")
+        return None
 
     def _abort(self, owner: Owner, error: PdserveError) -> None:
         sequence = self._sequences.get(owner)

@@ -1,0 +1,191 @@
+"""The engine's life of a sequence: ends, aborts in every phase, refusals, and who returns the lease."""
+
+import pytest
+
+from engine.sequence import KVSource, Sequence
+from pdserve.errors import Cancelled, InternalError, InvalidArgument
+from pdserve.types import Finish, FinishReason, Owner, SampledToken, SamplingParams
+from support.engines import Job, make_engine, run
+
+PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+OWNER = Owner("t", "r", "router", 1)
+GONE = Cancelled("gone")
+
+
+class Recorder(Job):
+    def __init__(self):
+        super().__init__([], PARAMS)
+        self.calls = []
+
+    def on_leased(self, sequence):
+        self.calls.append("leased")
+
+    def on_layer(self, sequence, layer, start, stop):
+        self.calls.append(("layer", layer, start, stop))
+
+    def on_abort(self, sequence, error):
+        self.calls.append(("abort", error))
+
+
+def submitted(engine, sink, prompt=range(3, 40), **kwargs):
+    sequence = Sequence(OWNER, list(prompt), [], PARAMS, sink, **kwargs)
+    engine.submit(sequence)
+    return sequence
+
+
+def leased(engine):
+    engine.check_integrity()
+    return engine.load().blocks.leased
+
+
+def test_max_tokens_ends_with_length(llama):
+    job = Job([5, 6, 7], PARAMS)
+    run(make_engine(llama), job)
+    assert job.outcome == Finish(FinishReason.LENGTH)
+    assert len(job.tokens) == 8
+    assert job.ended == 1
+
+
+def test_one_token_is_one_token(llama):
+    job = Job([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=1))
+    run(make_engine(llama), job)
+    assert len(job.tokens) == 1
+
+
+def test_a_stop_id_ends_with_stop_and_is_part_of_the_output(llama):
+    free = Job([5, 6, 7], PARAMS)
+    run(make_engine(llama), free)
+    stop = free.token_ids[3]
+    job = Job([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, stop_token_ids=(stop,)))
+    run(make_engine(llama), job)
+    assert job.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
+    assert job.outcome == Finish(FinishReason.STOP, stop_token_id=stop)
+
+
+@pytest.mark.parametrize("length", [0, 1024])
+def test_a_prompt_that_cannot_fit_is_refused(llama, length):
+    job = Job([5] * length, PARAMS)
+    run(make_engine(llama), job)
+    assert isinstance(job.outcome, InvalidArgument)
+    assert "between 1 and 1023" in str(job.outcome)
+
+
+def test_an_output_that_cannot_fit_is_refused(llama):
+    job = Job([5] * 1000, SamplingParams(max_tokens=25))
+    run(make_engine(llama), job)
+    assert str(job.outcome) == "max_tokens: is 25: there is room for 24"
+
+
+def test_an_owner_submitted_twice_is_refused_and_the_first_goes_on(llama):
+    engine, first, second = make_engine(llama), Recorder(), Recorder()
+    submitted(engine, first)
+    submitted(engine, second)
+    while not first.ended:
+        engine.step()
+    assert isinstance(second.outcome, InternalError)
+    assert len(first.tokens) == 8
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 4])
+def test_an_abort_in_any_phase_returns_the_lease_before_the_next_step(llama, steps):
+    engine, sink = make_engine(llama, max_step_tokens=20), Recorder()
+    submitted(engine, sink)
+    for _ in range(steps):
+        engine.step()
+    engine.abort(OWNER, GONE)
+    engine.step()
+    assert sink.outcome is GONE
+    assert sink.ended == 1
+    assert leased(engine) == 0
+    engine.abort(OWNER, GONE)
+    engine.step()
+    assert sink.ended == 1
+
+
+def test_a_prefill_keeps_its_lease_until_it_is_unpinned(llama):
+    engine, sink = make_engine(llama, max_step_tokens=20), Recorder()
+    submitted(engine, sink, stops_after_prefill=True, exports_kv=True)
+    engine.step()
+    engine.step()
+    assert len(sink.tokens) == 1
+    assert not engine.step(), "a prefill that is over computes nothing more"
+    assert leased(engine) > 0
+    assert sink.ended == 0
+    engine.unpin(OWNER)
+    engine.step()
+    assert (sink.ended, sink.outcome, leased(engine)) == (1, None, 0)
+
+
+def test_layers_are_told_in_order_chunk_by_chunk(llama):
+    engine, sink = make_engine(llama, max_step_tokens=20), Recorder()
+    submitted(engine, sink, stops_after_prefill=True, exports_kv=True)
+    engine.step()
+    engine.step()
+    expected = [("layer", layer, start, stop) for start, stop in ((0, 20), (20, 37)) for layer in range(2)]
+    assert sink.calls == ["leased", *expected]
+
+
+def test_an_aborted_pinned_prefill_waits_for_its_transfer(llama):
+    engine, sink = make_engine(llama, max_step_tokens=20), Recorder()
+    submitted(engine, sink, stops_after_prefill=True, exports_kv=True)
+    engine.step()
+    engine.abort(OWNER, GONE)
+    engine.step()
+    assert sink.calls[-1] == ("abort", GONE)
+    assert sink.ended == 0
+    assert leased(engine) > 0
+    engine.unpin(OWNER)
+    engine.step()
+    assert (sink.ended, sink.outcome, leased(engine)) == (1, GONE, 0)
+
+
+def test_a_receiving_sequence_is_pinned_until_its_kv_is_delivered(llama):
+    engine, sink = make_engine(llama), Recorder()
+    sequence = submitted(engine, sink, source=KVSource.DELIVERED)
+    engine.step()
+    assert sink.calls == ["leased"]
+    assert sequence.pinned
+    engine.abort(OWNER, GONE)
+    engine.step()
+    assert leased(engine) > 0
+    engine.deliver(OWNER, [SampledToken(9)])
+    engine.step()
+    assert (sink.ended, sink.outcome, leased(engine), sink.tokens) == (1, GONE, 0, [])
+
+
+def test_the_delivered_token_can_end_the_sequence(llama):
+    engine, sink = make_engine(llama), Recorder()
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    engine.submit(Sequence(OWNER, [4, 5], [], params, sink, source=KVSource.DELIVERED))
+    engine.step()
+    engine.deliver(OWNER, [SampledToken(9)])
+    engine.step()
+    assert sink.token_ids == [9]
+    assert (sink.ended, leased(engine)) == (1, 0)
+
+
+def test_a_failed_step_ends_its_sequences_and_the_engine_goes_on(llama, monkeypatch):
+    engine, sink = make_engine(llama), Recorder()
+    submitted(engine, sink)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.decoder, "forward", lambda *args: 1 / 0)
+        engine.step()
+    assert isinstance(sink.outcome, InternalError)
+    assert "ZeroDivisionError" in str(sink.outcome)
+    assert leased(engine) == 0
+    job = Job([5, 6, 7], PARAMS)
+    run(engine, job)
+    assert job.outcome == Finish(FinishReason.LENGTH)
+
+
+def test_late_commands_for_an_ended_sequence_change_nothing(llama):
+    engine, sink = make_engine(llama), Recorder()
+    submitted(engine, sink)
+    while not sink.ended:
+        engine.step()
+    engine.unpin(OWNER)
+    engine.deliver(OWNER, [SampledToken(9)])
+    engine.abort(OWNER, GONE)
+    engine.step()
+    assert sink.ended == 1
+    assert leased(engine) == 0

@@ -1,0 +1,162 @@
+"""Engines without Ray or router: one alone, or a prefill and a decode worker's joined by two links."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from decode_worker.service import DecodeService
+from engine.build import build_engine
+from engine.engine import Engine
+from engine.sequence import Sequence
+from kvtransfer.layout import KVLayout
+from kvtransfer.link import Link
+from kvtransfer.transports.memory import MemoryNetwork
+from pdserve.clock import SystemClock
+from pdserve.config import EngineConfig, TransferConfig
+from pdserve.errors import PdserveError
+from pdserve.logs import logger
+from pdserve.tracing import Trace
+from pdserve.types import Finish, Owner, SampledToken, SamplingParams, Ticket
+from prefill_worker.service import PrefillService
+
+_numbers = itertools.count()
+_DEADLINE_S = 60.0
+
+
+def make_engine(directory: Path, **settings: int) -> Engine:
+    """An engine with one thread and a small pool, unless `settings` of EngineConfig say otherwise."""
+    config = EngineConfig(**{"threads": 1, "kv_cache_mb": 8, "max_step_tokens": 64, **settings})
+    return build_engine(directory, "auto", "auto", config).engine
+
+
+@dataclass(slots=True)
+class Job:
+    """One generation: what goes in, and, once it is over, what came out."""
+
+    prompt: ListLike[int]
+    params: SamplingParams
+    output: ListLike[int] = ()
+    tokens: list[SampledToken] = field(default_factory=list)
+    outcome: Finish | PdserveError | None = None
+    ended: int = 0
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token.token_id for token in self.tokens]
+
+    # As the sink of its sequence.
+
+    def on_leased(self, sequence: Sequence) -> None: ...
+
+    def on_tokens(self, sequence: Sequence, tokens: ListLike[SampledToken]) -> None:
+        self.tokens += tokens
+
+    def on_end(self, sequence: Sequence, outcome: Finish | PdserveError | None) -> None:
+        self.outcome = outcome
+        self.ended += 1
+
+
+def run(engine: Engine, *jobs: Job) -> None:
+    """Submit all jobs at once and step until they have ended; check the pool after every step."""
+    for job in jobs:
+        owner = Owner("tests", f"job-{next(_numbers)}", "router", 1)
+        engine.submit(Sequence(owner, job.prompt, job.output, job.params, job))
+    while not all(job.ended for job in jobs):
+        assert engine.step(), "nothing to do, and a job has not ended"
+        engine.check_integrity()
+    assert engine.idle()
+    assert engine.load().blocks.leased == 0
+
+
+class Pair:
+    """A prefill and a decode worker in one process, their links over memory. Serves Jobs as a router would."""
+
+    def __init__(self, prefill: Engine, decode: Engine, config: TransferConfig | None = None) -> None:
+        network = MemoryNetwork()
+        self.prefill, self.decode = prefill, decode
+        self.trace = Trace()
+        self.jobs: dict[Owner, Job] = {}
+        self.links = [self._link(network, engine, config or TransferConfig()) for engine in (prefill, decode)]
+        self.prefill_reports = PrefillReports()
+        self.prefill_service = PrefillService(prefill, self.links[0], self.prefill_reports, self.trace, max_queued=64)
+        self.decode_service = DecodeService(decode, self.links[1], DecodeReports(self), max_queued=64)
+
+    def _link(self, network: MemoryNetwork, engine: Engine, config: TransferConfig) -> Link:
+        shape = engine.store.shape
+        layout = KVLayout(shape.layer_count, shape.kv_heads, shape.head_dim, str(shape.dtype).removeprefix("torch."))
+        return Link(network.transport(), layout, b"weights", config, SystemClock(), self.trace, logger("test"))
+
+    def __enter__(self) -> Pair:
+        for link in self.links:
+            link.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for link in self.links:
+            link.close()
+
+    def start(self, job: Job) -> Owner:
+        """Hand a job to the decode worker, which will issue a ticket for the prefill worker."""
+        owner = Owner("tests", f"job-{next(_numbers)}", "router", 1)
+        self.jobs[owner] = job
+        self.decode_service.start(owner, job.prompt, job.output, job.params, local_prefill=False)
+        return owner
+
+    def run(self, *jobs: Job) -> None:
+        """Start all jobs at once and step until they have ended and both pools are whole again."""
+        for job in jobs:
+            self.start(job)
+        self.step_until(lambda: all(job.ended for job in jobs))
+        self.step_until(lambda: self.prefill.idle() and self.decode.idle())
+        for engine in (self.prefill, self.decode):
+            assert engine.load().blocks.leased == 0
+
+    def step_until(self, condition: Callable[[], bool]) -> None:
+        """Step both engines until the condition holds; check both pools after every step."""
+        deadline = time.monotonic() + _DEADLINE_S
+        while not condition():
+            for engine in (self.prefill, self.decode):
+                engine.step(wait_s=0.001)
+                engine.check_integrity()
+            assert time.monotonic() < deadline, "it did not come to that in time"
+
+
+class PrefillReports:
+    """Keeps how each prefill ended."""
+
+    def __init__(self) -> None:
+        self.ended: dict[Owner, PdserveError | None] = {}
+
+    def terminal(self, owner: Owner, outcome: PdserveError | None) -> None:
+        assert owner not in self.ended, "told twice"
+        self.ended[owner] = outcome
+
+
+class DecodeReports:
+    """Passes tickets on to the prefill worker and tokens to their job."""
+
+    def __init__(self, pair: Pair) -> None:
+        self._pair = pair
+
+    def ticket(self, owner: Owner, ticket: Ticket) -> None:
+        job = self._pair.jobs[owner]
+        self._pair.prefill_service.start(owner, job.prompt, job.output, job.params, ticket)
+
+    def tokens(self, batch: list[tuple[Owner, int, ListLike[SampledToken]]]) -> None:
+        for owner, first_position, tokens in batch:
+            job = self._pair.jobs[owner]
+            assert first_position == len(job.output) + len(job.tokens)
+            job.tokens += tokens
+
+    def terminal(self, owner: Owner, outcome: Finish | PdserveError | None) -> None:
+        job = self._pair.jobs[owner]
+        job.outcome = outcome
+        job.ended += 1
