@@ -1,11 +1,21 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from kernels import Kernels, select
+from support.steps import torch_threads
 
 
 @pytest.fixture(params=["reference"])
 def kernels(request: pytest.FixtureRequest) -> Kernels:
     """Every implementation that this machine can run: the contract is one for all."""
     return select(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny products gain nothing from threads, and lose much where another process wants the cores."""
+    with torch_threads(1):
+        yield
