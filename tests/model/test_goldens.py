@@ -18,7 +18,8 @@ from support.steps import Part, step
 BLOCK_TOKENS = 16
 PROMPT_LENGTH = 300  # more than one tile of attention
 GREEDY_TOKENS = 64
-LOGIT_TOLERANCE = 1e-4  # absolute, on logits of standard deviation 1 to 8
+LOGIT_TOLERANCE = 5e-5  # absolute, on logits of standard deviation 1 to 2
+EMBEDDED_LOGIT_TOLERANCE = 5e-4  # the same on a standard deviation of 5, after 30 layers
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -137,6 +138,6 @@ def test_the_embedded_model_agrees_with_transformers() -> None:
     ids = prompt + output[:-1]
     ours = Ours(directory, len(ids) + 1)
     logits = ours.logits(ids, 0)
-    torch.testing.assert_close(logits, transformers_logits(theirs, ids), rtol=0, atol=LOGIT_TOLERANCE * 10)
+    torch.testing.assert_close(logits, transformers_logits(theirs, ids), rtol=0, atol=EMBEDDED_LOGIT_TOLERANCE)
     assert logits[len(prompt) - 1 :].argmax(dim=-1).tolist() == output
     assert torch.equal(ours.logits(ids[-1:], len(ids) - 1), logits[-1:])

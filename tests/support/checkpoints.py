@@ -133,10 +133,10 @@ def _random_tensors(
         for name, rows in (("q_proj", q_rows), ("k_proj", kv_rows), ("v_proj", kv_rows)):
             tensors[f"{attention}.{name}.weight"] = matrix(rows, hidden)
             if family == "qwen2" or shape.attention_bias:
-                tensors[f"{attention}.{name}.bias"] = 0.5 * torch.randn(rows, generator=generator)
+                tensors[f"{attention}.{name}.bias"] = 0.2 * torch.randn(rows, generator=generator)
         tensors[f"{attention}.o_proj.weight"] = matrix(hidden, q_rows)
         if family != "qwen2" and shape.attention_bias:
-            tensors[f"{attention}.o_proj.bias"] = 0.5 * torch.randn(hidden, generator=generator)
+            tensors[f"{attention}.o_proj.bias"] = 0.2 * torch.randn(hidden, generator=generator)
         if family == "qwen3":
             tensors[f"{attention}.q_norm.weight"] = norm(shape.head_size)
             tensors[f"{attention}.k_norm.weight"] = norm(shape.head_size)
