@@ -44,6 +44,7 @@ class OutgoingTransfer:
         self._name = offer.transfer.hex()
         self._reader: KVReader | None = reader
         self._hashes: BlockHashes | None = BlockHashes(offer)
+        self._opened = False
         self._on_end = on_end
         self._port = port
         self._stats = stats
@@ -83,7 +84,8 @@ class OutgoingTransfer:
                 case SendLayer():
                     self._send_layer(action)
                 case Send(frame):
-                    if isinstance(frame, Open):
+                    if isinstance(frame, Open) and not self._opened:
+                        self._opened = True
                         self._trace.record("transfer_open", transfer=self._name, side="sender")
                     self._port.send(self.peer, frame)
                 case SendCommit(tokens):

@@ -86,6 +86,15 @@ def test_lost_bytes_do_not_shrink_the_window() -> None:
     assert granter.grant() == 190
 
 
+@pytest.mark.parametrize(("window", "frame"), [(1, 1), (10, 10), (10, 9), (10, 5), (10, 1)])
+def test_sender_that_waits_for_one_frames_credit_gets_it(window: int, frame: int) -> None:
+    for spent in range(window + 1):
+        granter = CreditGranter(window, frame)
+        granter.grant()
+        granter.consume(spent)
+        assert granter.due() or granter.granted - spent >= frame
+
+
 def test_window_smaller_than_a_frame_is_refused() -> None:
     with pytest.raises(ValueError, match="do not fit"):
         CreditGranter(10, 11)

@@ -422,6 +422,7 @@ def test_same_ticket_sent_twice_from_one_worker_is_refused(memory: TransportFact
         expecting = Expecting(decode, ids(10), lease=False)
         first = Sending(prefill, expecting.ticket, 10)
         assert isinstance(Sending(prefill, expecting.ticket, 10, send=False).ended.wait(), AlreadyExists)
+        assert expecting.needed.wait(WAIT_S)
         expecting.lease_now()
         assert first.ended.wait() is None
 
@@ -526,26 +527,39 @@ def test_close_ends_everything_once_and_nothing_is_accepted_after(transports: Tr
     assert all(len(expecting.ended.calls) == 1 for expecting in held)
 
 
-def test_calls_racing_with_close_are_refused_or_answered(memory: TransportFactory) -> None:
-    for _ in range(20):
-        link, outcomes, refused = make_link(memory(), max_transfers=10**6), [], threading.Event()
+def test_expectations_racing_with_close_are_refused_or_answered(memory: TransportFactory) -> None:
+    """Everything accepted while the link's thread is busy and a close is coming gets its `on_end`."""
+    prefill, decode = make_link(memory()), make_link(memory(), max_transfers=10**6)
+    busy, go_on, accepted = threading.Event(), threading.Event(), list[Outcome]()
 
-        def keep_expecting(link=link, outcomes=outcomes, refused=refused) -> None:
-            try:
-                while True:
-                    outcomes.append(Outcome())
-                    link.expect(OWNER, ids(1), lambda: None, outcomes[-1])
-            except Unavailable:
-                outcomes.pop()
-                refused.set()
+    def block() -> None:
+        busy.set()
+        assert go_on.wait(WAIT_S)
 
-        with running(link):
-            caller = threading.Thread(target=keep_expecting)
-            caller.start()
-            link.close()
-            assert refused.wait(WAIT_S)
-            caller.join()
-        assert all(isinstance(outcome.wait(), TransferError) for outcome in outcomes)
+    with running(prefill, decode):
+        ticket = decode.expect(OWNER, ids(10), block, Outcome())
+        Sending(prefill, ticket, 10)
+        assert busy.wait(WAIT_S)
+        closer = threading.Thread(target=decode.close)
+        accepted.append(expect_one(decode))
+        closer.start()
+        with pytest.raises(Unavailable):
+            expect_until_refused(decode, accepted)
+        go_on.set()
+        closer.join()
+    assert all(isinstance(outcome.wait(), TransferError) for outcome in accepted)
+
+
+def expect_until_refused(link: Link, accepted: list[Outcome]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        accepted.append(expect_one(link))
+
+
+def expect_one(link: Link) -> Outcome:
+    outcome = Outcome()
+    link.expect(OWNER, ids(1), lambda: None, outcome)
+    return outcome
 
 
 def test_restarted_worker_at_the_same_endpoint_is_somebody_else(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def schedule_prefill(run: Run, rng: random.Random) -> None:
 
 @pytest.mark.parametrize("block", range(4))
 def test_calm_network_delivers_without_resending(block: int) -> None:
-    for seed in range(25 * block, 25 * block + 25):
+    for seed in range(20 * block, 20 * block + 20):
         run = start(seed, CALM)
         run.simulation.run(until_s=100.0)
         run.check()
@@ -134,7 +134,7 @@ def test_calm_network_delivers_without_resending(block: int) -> None:
 
 @pytest.mark.parametrize("block", range(8))
 def test_lost_doubled_late_and_damaged_frames_are_repaired(block: int) -> None:
-    for seed in range(25 * block, 25 * block + 25):
+    for seed in range(20 * block, 20 * block + 20):
         run = start(seed, ROUGH)
         run.simulation.run(until_s=100.0)
         run.check()
@@ -143,7 +143,7 @@ def test_lost_doubled_late_and_damaged_frames_are_repaired(block: int) -> None:
 
 @pytest.mark.parametrize("victim", ["prefill", "decode"])
 def test_death_of_one_side_at_any_moment_ends_the_other_within_the_ttl(victim: str) -> None:
-    for seed in range(60):
+    for seed in range(40):
         run = start(seed, ROUGH)
         dead, alive = (run.sender, run.receiver) if victim == "prefill" else (run.receiver, run.sender)
         died_at = run.simulation.rng.uniform(0.0, 3.0)
@@ -158,7 +158,7 @@ def test_death_of_one_side_at_any_moment_ends_the_other_within_the_ttl(victim: s
 
 @pytest.mark.parametrize("aborter", ["prefill", "decode"])
 def test_abort_at_any_moment_ends_both_sides_once(aborter: str) -> None:
-    for seed in range(60):
+    for seed in range(40):
         run = start(seed, ROUGH)
         run.simulation.call_at(run.simulation.rng.uniform(0.0, 3.0), partial(abort, run, aborter))
         run.simulation.run(until_s=100.0)
