@@ -78,6 +78,11 @@ class LocalCluster:
             return client.server_info()
 
     @property
+    def logs(self) -> Path:
+        """Where each process appends its log, one file of JSON lines each."""
+        return self._runtime.logs
+
+    @property
     def worker_ids(self) -> list[str]:
         return list(self._workers)
 

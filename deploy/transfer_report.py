@@ -37,7 +37,7 @@ def transfer_report(cluster: LocalCluster, request_id: str) -> TransferReport:
         kv_bytes=sum(event.fields["bytes"] for event in sent.values()),
         frame_count=len(sent),
         hidden_share=hidden_ns / busy_ns if busy_ns else 1.0,
-        visible_ms=max((end - computed.time_ns for _, end in intervals), default=0) / 1e6,
+        visible_ms=max((end - computed.time_ns for _, end in intervals if end > computed.time_ns), default=0) / 1e6,
     )
 
 

@@ -45,7 +45,7 @@ class Owner:
     attempt: int
 
     def __str__(self) -> str:
-        return f"{self.tenant}/{self.request_id}@{self.router[:8]}#{self.attempt}"
+        return f"{self.tenant}/{self.request_id}@{self.router}#{self.attempt}"
 
 
 @dataclass(frozen=True, slots=True)

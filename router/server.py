@@ -267,6 +267,7 @@ class Router:
         for action in actions:
             match action:
                 case StartDecode():
+                    _log.info("attempt started", owner=action.owner, decode=action.worker, local=action.local_prefill)
                     start = pb.StartDecode(sequence=_sequence(action), local_prefill=action.local_prefill)
                     self._send(action.worker, pb.RouterMessage(start_decode=start))
                 case StartPrefill():

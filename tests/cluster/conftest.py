@@ -1,0 +1,40 @@
+"""One cluster for all tests that can share it: process starts are what costs here."""
+
+import tempfile
+from pathlib import Path
+
+import psutil
+import pytest
+
+from deploy.cluster import LocalCluster
+from deploy.runtime import RuntimeDirectory
+from pdserve.client import Client
+from support.clusters import cluster_config, wait_quiet
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture(scope="session")
+def shared_cluster(small_checkpoint):
+    """Two prefill and two decode workers. Afterwards nothing of it may be left."""
+    runtime_dir = Path(tempfile.mkdtemp(prefix="pds-", dir="/tmp"))
+    before = set(psutil.Process().children(recursive=True))
+    with LocalCluster(cluster_config(runtime_dir, small_checkpoint, prefill=2, decode=2)) as cluster:
+        yield cluster
+    assert set(psutil.Process().children(recursive=True)) <= before, "processes are left"
+    assert not RuntimeDirectory(str(runtime_dir)).processes()
+    assert not runtime_dir.exists(), "sockets or Ray's session are left"
+
+
+@pytest.fixture
+def cluster(shared_cluster):
+    """The shared cluster, quiet before the test and after it."""
+    wait_quiet(shared_cluster)
+    yield shared_cluster
+    wait_quiet(shared_cluster)
+
+
+@pytest.fixture
+def client(cluster):
+    with Client(cluster.grpc_address) as client:
+        yield client

@@ -1,0 +1,135 @@
+"""Kill any worker at any moment: the client's stream does not change by one bit, and no block leaks.
+
+Each test runs a request undisturbed, then again with a kill, and shows that the kill hit the phase it names.
+"""
+
+import os
+import signal
+
+import pytest
+
+from support.clusters import attempts_of, failures_of, kill, serving, wait_for, wait_quiet, worker
+
+pytestmark = pytest.mark.cluster
+
+SHORT = "Once upon a time there was a lighthouse"
+LONG = list(range(1000, 2600))
+GREEDY = {"temperature": 0, "max_tokens": 100, "ignore_eos": True, "logprobs": 1}
+SAMPLED = {"temperature": 0.9, "seed": 17, "max_tokens": 100, "ignore_eos": True, "logprobs": 1}
+
+
+def same(disturbed, undisturbed):
+    """Everything a client sees but ids and times."""
+    fields = ("token_ids", "text", "logprobs", "finish_reason", "stop", "usage", "prompt_token_ids")
+    return all(getattr(disturbed, name) == getattr(undisturbed, name) for name in fields)
+
+
+def frames_received(cluster, worker_id):
+    """Transfers a decode worker is or was receiving: id -> number of frames; completed ones are taken out."""
+    counts = {}
+    for event in cluster.trace_events(worker_id):
+        if event.name == "frame_received":
+            counts[event.fields["transfer"]] = counts.get(event.fields["transfer"], 0) + 1
+        elif event.name == "transfer_complete":
+            counts.pop(event.fields["transfer"], None)
+    return counts
+
+
+def kill_serving_prefill_in_its_transfer(cluster):
+    """SIGKILL the prefill worker once frames of its transfer are at the decode worker, and not yet all."""
+    decode = wait_for(lambda: [w for w in cluster.info().workers if w.role == "decode" and w.requests], "placement")[0]
+    known = set(frames_received(cluster, decode.worker_id))
+    (transfer,) = wait_for(lambda: set(frames_received(cluster, decode.worker_id)) - known, "the first frame")
+    victim = serving(cluster, "prefill")
+    kill(victim)
+    wait_for(lambda: worker(cluster, victim.worker_id).pid != victim.pid, "the router's notice")
+    events = cluster.trace_events(decode.worker_id)
+    mine = [event.name for event in events if event.fields.get("transfer") == transfer]
+    assert "frame_received" in mine, "the kill came before the transfer"
+    assert "transfer_complete" not in mine, "the kill came after the transfer"
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_decode_worker_killed_in_mid_stream(cluster, client, options):
+    undisturbed = client.complete(SHORT, **options)
+    stream = client.generate(SHORT, **options)
+    received, victim = 0, None
+    for delta in stream:
+        received += len(delta.token_ids)
+        if victim is None and received >= 20:
+            victim = serving(cluster, "decode")
+            kill(victim)
+    result = stream.result
+    assert same(result, undisturbed)
+    assert (result.attempts, result.exact) == (2, True)
+    (failure,) = failures_of(cluster, result.request_id)
+    assert failure["phase"] == "decode"
+    first, second = attempts_of(cluster, result.request_id)
+    assert first["decode"] == victim.incarnation != second["decode"]
+
+
+def test_decode_worker_frozen_in_mid_stream_and_thawed_later(cluster, client):
+    undisturbed = client.complete(SHORT, **SAMPLED)
+    stream = client.generate(SHORT, **SAMPLED)
+    received, victim = 0, None
+    try:
+        for delta in stream:
+            received += len(delta.token_ids)
+            if victim is None and received >= 20:
+                victim = serving(cluster, "decode")
+                os.kill(victim.pid, signal.SIGSTOP)
+    finally:
+        if victim is not None:
+            os.kill(victim.pid, signal.SIGCONT)
+    assert same(stream.result, undisturbed)
+    assert stream.result.attempts == 2
+    wait_quiet(cluster)
+    assert worker(cluster, victim.worker_id).pid == victim.pid, "it should have come back, not been replaced"
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_prefill_worker_killed_in_mid_transfer(cluster, client, options):
+    undisturbed = client.complete(LONG, **options)
+    stream = client.generate(LONG, **options)
+    assert stream.started.prompt_token_ids == tuple(LONG)
+    kill_serving_prefill_in_its_transfer(cluster)
+    result = stream.read()
+    assert same(result, undisturbed)
+    assert (result.attempts, result.exact) == (2, True)
+    (failure,) = failures_of(cluster, result.request_id)
+    assert failure["phase"] == "prefill"
+    assert not attempts_of(cluster, result.request_id)[1]["local"], "the other prefill worker should have taken over"
+
+
+def test_the_only_prefill_worker_killed(cluster, client):
+    undisturbed = client.complete(LONG, **SAMPLED)
+    spare = worker(cluster, "prefill-1")
+    os.kill(spare.pid, signal.SIGSTOP)
+    try:
+        wait_for(lambda: worker(cluster, "prefill-1").state == "lost", "the spare one is lost")
+        stream = client.generate(LONG, **SAMPLED)
+        assert stream.started.request_id
+        kill_serving_prefill_in_its_transfer(cluster)
+        result = stream.read()
+    finally:
+        os.kill(spare.pid, signal.SIGCONT)
+    assert same(result, undisturbed)
+    assert result.attempts == 2
+    assert attempts_of(cluster, result.request_id)[1]["local"], "decode should have prefilled"
+
+
+def test_several_streams_on_a_killed_decode_worker_all_go_on(cluster, client):
+    prompts = [f"{SHORT} number {number}" for number in range(6)]
+    undisturbed = [client.complete(prompt, **SAMPLED) for prompt in prompts]
+    streams = [client.generate(prompt, **SAMPLED) for prompt in prompts]
+    iterators = [iter(stream) for stream in streams]
+    for iterator in iterators:
+        next(iterator)
+    victim = worker(cluster, "decode-0")
+    assert victim.requests == 3
+    kill(victim)
+    for iterator in iterators:
+        for _ in iterator:
+            pass
+    assert all(same(stream.result, expected) for stream, expected in zip(streams, undisturbed, strict=True))
+    assert sorted(stream.result.attempts for stream in streams) == [1, 1, 1, 2, 2, 2]
