@@ -20,6 +20,7 @@ import socket
 import stat
 from collections import deque
 from collections.abc import Iterator, Sequence
+from hashlib import blake2b
 from pathlib import Path
 
 import zmq
@@ -38,13 +39,14 @@ _MAX_IPC_PATH_BYTES = 107
 def ipc_endpoint(folder: Path, incarnation: str) -> str:
     """An ipc endpoint in `folder`, which is made with mode 0700 where it does not exist.
 
+    The file's name stands for the whole incarnation but is short, as a socket's path may not be long.
     Raises ConfigError if somebody else could enter the folder, or if the path is too long for a socket.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise ConfigError(f"{folder}: must be a folder of this user with mode 0700, for the KV sockets")
-    path = folder / f"kv-{incarnation[:16]}"
+    path = folder / f"kv-{blake2b(incarnation.encode(), digest_size=8).hexdigest()}"
     if len(os.fsencode(path)) > _MAX_IPC_PATH_BYTES:
         raise ConfigError(f"{path}: longer than the {_MAX_IPC_PATH_BYTES} bytes a socket's path may have")
     return f"ipc://{path}"

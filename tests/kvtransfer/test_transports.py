@@ -217,9 +217,16 @@ def test_ipc_folder_is_private_and_a_shared_one_is_refused(folder: Path) -> None
         ipc_endpoint(folder, "a")
 
 
+def test_incarnations_that_differ_at_the_end_have_different_sockets(folder: Path) -> None:
+    incarnations = ["a-worker-with-a-long-name-" + "f" * 60 + ending for ending in "abc"]
+    endpoints = {ipc_endpoint(folder, incarnation) for incarnation in incarnations}
+    assert len(endpoints) == 3
+    assert max(map(len, endpoints)) == len(f"ipc://{folder}/kv-") + 16
+
+
 def test_socket_file_lives_as_long_as_its_transport(folder: Path) -> None:
-    transport = ZmqTransport(ipc_endpoint(folder, "a" * 40), b"a")
-    assert [path.name for path in folder.iterdir()] == ["kv-" + "a" * 16]
+    transport = ZmqTransport(ipc_endpoint(folder, "a"), b"a")
+    assert len(list(folder.iterdir())) == 1
     transport.close()
     assert list(folder.iterdir()) == []
 
