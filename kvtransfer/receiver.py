@@ -1,12 +1,12 @@
 """The receiving side of one transfer under one epoch, as a table: events in, actions out.
 
-              OPEN                    blocks_leased              COMMIT, all verified
-    EXPECTED -------> WAITING_BLOCKS ---------------> RECEIVING ----------------------> COMPLETE
-       |                    |                          |   ^  |
-       |                    |                          +---+  |  LAYER, COMMIT with something missing or wrong: NACK
-       +--------------------+---------------------------------+-----------------------> FAILED
-         abort, ABORT, GONE, an OPEN that does not fit, silence beyond the ttl, the deadline,
-         a breach of protocol, KV beyond repair
+              OPEN                    blocks_leased                COMMIT, all verified
+    EXPECTED -------> WAITING_BLOCKS ---------------> RECEIVING -----------------------> COMPLETE
+                                                       ^     |
+                                                       +-----+  COMMIT, something missing or wrong: NACK
+
+    each of the first three --> FAILED: abort, ABORT, GONE, an OPEN that does not fit, silence beyond the ttl, the
+    deadline, a breach of protocol, KV beyond repair
 
 No credit is granted before blocks are leased, so nothing can arrive that has no place. Any frame of the right epoch
 renews the ticket. A complete transfer answers probes with ACK and a failed one with ABORT, as the first answer may
@@ -109,11 +109,6 @@ class Receiver:
     @property
     def epoch(self) -> int:
         return self._expected.epoch
-
-    @property
-    def heard_at(self) -> float:
-        """When a frame of the right epoch came last."""
-        return self._heard_at
 
     def next_deadline(self) -> float:
         """When `tick` has something to do at the latest; infinity once the transfer has ended."""

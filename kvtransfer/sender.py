@@ -1,13 +1,12 @@
 """The sending side of one transfer under one epoch, as a table: events in, actions out.
 
-              start             CREDIT               all sent, commit            ACK
-    QUEUED ----------> OPENING ---------> STREAMING ------------------> COMMITTED ----> DONE
-      |                   |                |  ^   |                         |
-      |                   |                |  |   |          NACK           |
-      |                   |                |  +---------------------------- +
-      +-------------------+----------------+--- | --------------------------+---------> FAILED
-        abort, ABORT, silence beyond the ttl,   |
-        the deadline, a breach of protocol      +---- ACK (after an earlier COMMIT) --> DONE
+            start            CREDIT              all sent, commit             ACK
+    QUEUED -------> OPENING --------> STREAMING -----------------> COMMITTED ------> DONE
+                                      ^   |                          |               ^
+                                      +---|---------- NACK ----------+               |
+                                          +------ ACK, after an earlier COMMIT ------+
+
+    each of the first four --> FAILED: abort, ABORT, silence beyond the ttl, the deadline, a breach of protocol
 
 Ranges that are ready wait in a queue, as numbers, until there is credit for them. Tokens must stay readable until
 the transfer has ended. Silence is probed: with PING in QUEUED and STREAMING, with OPEN again in OPENING, with COMMIT
@@ -63,8 +62,6 @@ class Sender:
         self.state = SenderState.QUEUED
         self.credit = CreditSpender()
         self.refused = 0
-        self.resent_frames = 0
-        self.resent_bytes = 0
         self._offer = offer
         self._timing = timing
         self._ends_at = now + timing.deadline_s
@@ -205,9 +202,6 @@ class Sender:
 
     def _send_layer(self, item: _Queued, stop: int, byte_count: int) -> SendLayer:
         self._sent[item.layer].add(item.start, stop)
-        if item.resend:
-            self.resent_frames += 1
-            self.resent_bytes += byte_count
         spent = self.credit.spend(byte_count)
         frame = Layer(
             self._offer.transfer, self._offer.epoch, item.layer, item.start, stop, spent, payload_bytes=byte_count

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 import os
 import socket
-import stat
 from collections import deque
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
@@ -40,11 +39,14 @@ def ipc_endpoint(folder: Path, incarnation: str) -> str:
     """An ipc endpoint in `folder`, which is made with mode 0700 where it does not exist.
 
     The file's name stands for the whole incarnation but is short, as a socket's path may not be long.
-    Raises ConfigError if somebody else could enter the folder, or if the path is too long for a socket.
+    Raises ConfigError if the folder cannot be made, if somebody else could enter it, or if the path is too long.
     """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.stat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot hold the KV sockets: {error}") from None
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise ConfigError(f"{folder}: must be a folder of this user with mode 0700, for the KV sockets")
     path = folder / f"kv-{blake2b(incarnation.encode(), digest_size=8).hexdigest()}"
     if len(os.fsencode(path)) > _MAX_IPC_PATH_BYTES:

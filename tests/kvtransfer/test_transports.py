@@ -217,6 +217,12 @@ def test_ipc_folder_is_private_and_a_shared_one_is_refused(folder: Path) -> None
         ipc_endpoint(folder, "a")
 
 
+def test_file_in_the_folders_place_is_a_config_error(folder: Path) -> None:
+    folder.write_text("no folder")
+    with pytest.raises(ConfigError, match="cannot hold"):
+        ipc_endpoint(folder, "a")
+
+
 def test_incarnations_that_differ_at_the_end_have_different_sockets(folder: Path) -> None:
     incarnations = ["a-worker-with-a-long-name-" + "f" * 60 + ending for ending in "abc"]
     endpoints = {ipc_endpoint(folder, incarnation) for incarnation in incarnations}
