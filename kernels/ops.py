@@ -72,7 +72,10 @@ class Kernels(Protocol):
         ...
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
-        """Take over a linear's weight [N, K] and bias [N] in the form that `linear` wants."""
+        """Take over a linear's weight [N, K] and bias [N] in the form that `linear` wants.
+
+        It may share the weight's memory: read it further, but do not change it.
+        """
         ...
 
     def linear(self, x: torch.Tensor, packed: Any) -> torch.Tensor:
@@ -84,7 +87,7 @@ class Kernels(Protocol):
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Over the last dimension, in fp32 inside."""
+        """x [..., D] over its last dimension, times weight [D]; in fp32 inside."""
         ...
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:

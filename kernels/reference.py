@@ -1,13 +1,13 @@
 """The operations in plain torch: the oracle, meant to be obviously right rather than fast.
 
-torch's own kernels give a row other bits when its neighbours, its place or the thread count change. Three things
-are behind that, and each has one answer here:
+torch's own kernels may give a row other bits when its neighbours, its place or the thread count change. Three
+things are behind that, and each has one answer here:
 
-* Matrix products choose their code by the number of rows. Here every product is made of slabs of exactly 16 rows
-  in freshly allocated (so aligned) memory, all other dimensions padded to multiples of 16.
+* Matrix products choose their code by the number of rows, and by memory alignment. Here every product is made of
+  slabs of exactly 16 rows in freshly allocated (so aligned) memory, all other dimensions padded to multiples of 16.
 * Sums are grouped by shape and threads. Here a row is summed by halving: elementwise additions of its two halves.
-* exp uses other code for a short tail and where threads split the work. Here it runs on flat tiles of whole
-  vectors, below the size at which torch starts threads.
+* Transcendental functions may use other code for a short tail, or where threads split the work. The only one here is
+  exp, and it runs on flat tiles of whole vectors, below the size at which torch starts threads.
 
 Everything else is elementwise arithmetic and maxima, which are exact in any order. All of it is float32 inside and
 rounded once, to the input's dtype. This module does not know models, blocks' owners or devices other than the CPU.
@@ -70,7 +70,8 @@ class ReferenceKernels:
         return f"reference-{source}/torch-{torch.__version__}-{build}/{torch.backends.cpu.get_cpu_capability()}"
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
-        """Shares the memory of a weight that has the wanted form already (float32, aligned, no padding needed)."""
+        """Shares the memory of a weight that has the wanted form already (float32, aligned, no padding needed); any
+        other is copied, so bfloat16 weights take twice their size."""
         out_features, in_features = weight.shape
         shape = (_rounded_up(out_features, PAD), _rounded_up(in_features, PAD))
         if not _is_packed(weight, shape):

@@ -47,7 +47,6 @@ class Decoder:
         config = self.config
         return CacheShape(config.layer_count, block_count, block_tokens, config.kv_heads, config.head_dim, self.dtype)
 
-    @torch.inference_mode()
     def forward(self, batch: StepBatch, cache: Any, after_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """Compute every row of `batch`; returns the logits of its `logit_rows`, float32 [L, vocab_size].
 

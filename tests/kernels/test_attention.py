@@ -148,3 +148,17 @@ def test_large_scores_neither_overflow_nor_leak_from_the_future(kernels: Kernels
     changed.k[300:] *= -7.0
     changed.v[300:] += 100.0
     assert torch.equal(whole(kernels, changed)[:300], attended[:300])
+
+
+def test_a_sequence_is_not_harmed_by_a_neighbour_whose_kv_is_not_finite(kernels: Kernels) -> None:
+    case = make_case()
+    ill = Case(case.q, case.k, case.v.clone())
+    ill.v[100:] = NAN
+    cache = Cache(kernels, case, sequences=2)
+    cache.write(ill, 0, 200, sequence=0)
+    cache.write(case, 0, 50, sequence=1)
+    rows = (SequenceRows(0, 1, 199, cache.blocks[0]), SequenceRows(1, 1, 49, cache.blocks[1]))
+    q = torch.stack((case.q[199], case.q[49]))
+    attended = kernels.attention(q, cache.cache, 0, rows, case.scale)
+    assert attended[0].isnan().all()
+    assert torch.equal(attended[1], whole(kernels, case)[49])
