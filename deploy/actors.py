@@ -15,12 +15,10 @@ from typing import Any
 
 import ray
 
-from deploy.worker import Worker, WorkerSpec
+from deploy.spec import RouterSpec, WorkerSpec
 from pdserve import logs
-from pdserve.config import Config
 from pdserve.errors import ConfigError
 from pdserve.tracing import TraceEvent
-from router.server import Router
 
 
 @ray.remote
@@ -28,6 +26,8 @@ class WorkerActor:
     """A prefill or decode worker. The constructor does all, so that a restarted actor comes back by itself."""
 
     def __init__(self, spec: WorkerSpec) -> None:
+        from deploy.worker import Worker  # torch is needed only here
+
         logs.configure(spec.config.logging.level, spec.worker_id, Path(spec.log_path))
         self._error: ConfigError | None = None
         try:
@@ -54,15 +54,19 @@ class WorkerActor:
 class RouterActor:
     """A router, on an event loop and thread of its own."""
 
-    def __init__(self, model_directory: str, model_name: str, config: Config, log_path: str) -> None:
-        logs.configure(config.logging.level, "router", Path(log_path))
-        self._router = Router(Path(model_directory), model_name, config.router)
+    def __init__(self, spec: RouterSpec) -> None:
+        logs.configure(spec.config.logging.level, "router", Path(spec.log_path))
+        self._spec = spec
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="router", daemon=True)
         self._thread.start()
 
     def start(self) -> tuple[str, str]:
         """Listen; the gRPC address and the address for the workers' sessions."""
+        from router.server import Router
+
+        spec = self._spec
+        self._router = Router(Path(spec.model_directory), spec.model_name, spec.config.router)
         try:
             self._call(self._router.start())
         except RuntimeError as error:

@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 it failed (the cluster, a request), 2 a setting or argumen
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -34,6 +35,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 _out = Console(highlight=False)
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="TOML file; flags override it.")]
@@ -182,25 +184,41 @@ def _address(address: str, path: Path | None, runtime_dir: str) -> str:
 def _run_cluster(config: Config, json_output: bool) -> None:
     from deploy.cluster import LocalCluster
 
+    def progress(stage: str) -> None:
+        _exit_on_signals()  # at every stage, because Ray puts its own handler in place when it starts
+        if not json_output:
+            _out.print(f"starting {stage} …")
+
     logs.configure(config.logging.level, "up")
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
     if not json_output:
-        _err.print(f"config: {json.dumps(config.as_dict())}", markup=False)
+        _out.print(f"config: {json.dumps(config.as_dict())}", markup=False, soft_wrap=True)
     begin = time.monotonic()
-    with LocalCluster(config, lambda stage: None if json_output else _err.print(f"starting {stage} …")) as cluster:
-        stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in cluster.stage_seconds.items())
+    with LocalCluster(config, progress) as cluster:
         info = cluster.info()
         if json_output:
             _out.print_json(json.dumps(_status_object(info)))
         else:
-            _err.print(
-                f"{cluster.model} serves at {cluster.grpc_address} after {time.monotonic() - begin:.1f} s ({stages})"
-            )
+            stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in cluster.stage_seconds.items())
+            took = f"after {time.monotonic() - begin:.1f} s ({stages})"
+            _out.print(f"{cluster.model} serves at {cluster.grpc_address} {took}")
             _print_status(info)
-            _err.print("Ctrl-C stops it")
-        stop.wait()
+            _out.print("Ctrl-C stops it")
+        with contextlib.suppress(SystemExit):
+            threading.Event().wait()
+        if not json_output:
+            _out.print("stopping …")
+        for number in _STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def _exit_on_signals() -> None:
+    """Ctrl-C and SIGTERM unwind the main thread, so that whatever has been started is stopped."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    for number in _STOP_SIGNALS:
+        signal.signal(number, leave)
 
 
 def _start_detached(config: Config, arguments: list[str], json_output: bool) -> None:

@@ -25,9 +25,10 @@ import ray.exceptions
 
 from deploy.actors import RouterActor, WorkerActor
 from deploy.runtime import RuntimeDirectory
-from deploy.worker import WorkerSpec
+from deploy.spec import RouterSpec, WorkerSpec
 from model.config import ModelConfig
 from model.embedded import embedded_model_directory
+from model.files import tensor_files
 from pdserve.client import Client
 from pdserve.config import Config
 from pdserve.errors import ConfigError, PdserveError, Unavailable
@@ -129,9 +130,8 @@ class LocalCluster:
         )
 
     def _start_router(self, directory: Path) -> None:
-        log_path = str(self._runtime.logs / "router.jsonl")
-        options = {"num_cpus": 0, "resources": {_PLACES: 1}}
-        self._router = RouterActor.options(**options).remote(str(directory), self.model, self.config, log_path)
+        spec = RouterSpec(str(directory), self.model, str(self._runtime.logs / "router.jsonl"), self.config)
+        self._router = RouterActor.options(num_cpus=0, resources={_PLACES: 1}).remote(spec)
         self.grpc_address, self.session_address = _get(self._router.start.remote(), self._timeout_s)
 
     def _start_workers(self, directory: Path) -> None:
@@ -194,6 +194,7 @@ def _model(config: Config) -> tuple[Path, str]:
     if not directory.is_dir():
         raise ConfigError(f"model.path = {config.model.path!r}: no such directory")
     ModelConfig.from_hf(directory)
+    tensor_files(directory)
     return directory, config.model.name or (_EMBEDDED_NAME if embedded else directory.name)
 
 

@@ -100,14 +100,15 @@ class RuntimeDirectory:
             return None
 
     def processes(self) -> list[psutil.Process]:
-        """Every process of a cluster in this directory: Ray's name it as an argument, the actors descend from them."""
+        """Every process of a cluster in this directory: all of Ray's have a log open in it, whatever they call
+        themselves and whoever has become their parent."""
         found: dict[int, psutil.Process] = {}
-        marker = str(self.ray)
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                if any(marker in argument for argument in process.cmdline()):
+                if any(Path(file.path).is_relative_to(self.ray) for file in process.open_files()):
                     found[process.pid] = process
                     found.update((child.pid, child) for child in process.children(recursive=True))
+        found.pop(os.getpid(), None)
         return list(found.values())
 
     def remove(self) -> None:

@@ -13,39 +13,24 @@ import secrets
 import socket
 import threading
 from collections.abc import Sequence as ListLike
-from dataclasses import dataclass
 from pathlib import Path
 
 from decode_worker.service import DecodeService
+from deploy.spec import WorkerSpec
 from engine.build import build_engine
 from kvtransfer.layout import KVLayout
 from kvtransfer.link import Link
 from kvtransfer.transports.zmq import ZmqTransport, ipc_endpoint
 from pdserve import logs
 from pdserve.clock import SystemClock
-from pdserve.config import Config
 from pdserve.rpc.worker_session import WorkerSessions
 from pdserve.tracing import Trace, TraceEvent
-from pdserve.types import Owner, Role, SamplingParams, Ticket, WorkerInfo
+from pdserve.types import Owner, SamplingParams, Ticket, WorkerInfo
 from prefill_worker.service import PrefillService
 
 _log = logs.logger("worker")
 
 _IDLE_WAIT_S = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSpec:
-    """All a worker needs to come up, and to come up again after a crash."""
-
-    worker_id: str
-    role: Role
-    model_directory: str
-    model_name: str
-    router_addresses: tuple[str, ...]
-    kv_socket_directory: str
-    log_path: str
-    config: Config
 
 
 class Worker:
