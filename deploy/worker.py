@@ -42,7 +42,7 @@ class Worker:
         self._trace = Trace()
         built = build_engine(Path(spec.model_directory), config.model.kernels, config.model.dtype, config.engine)
         self._engine = built.engine
-        self._load = self._engine.load()
+        self.load = self._engine.load()
         self._engine.add_after_step(self._after_step)
         incarnation = f"{spec.worker_id}-{secrets.token_hex(6)}"
         endpoint = ipc_endpoint(Path(spec.kv_socket_directory), incarnation)
@@ -70,7 +70,7 @@ class Worker:
             limits=self._engine.limits,
             eos_token_ids=self._engine.decoder.config.eos_token_ids,
         )
-        self._sessions = WorkerSessions(spec.router_addresses, self.info, self, lambda: self._load)
+        self._sessions = WorkerSessions(spec.router_addresses, self.info, self, lambda: self.load)
         max_queued = config.engine.max_queued
         self._prefill = PrefillService(self._engine, self._link, self._sessions, self._trace, max_queued)
         self._decode = DecodeService(self._engine, self._link, self._sessions, max_queued)
@@ -135,6 +135,6 @@ class Worker:
             os._exit(1)
 
     def _after_step(self) -> None:
-        self._load = self._engine.load()
+        self.load = self._engine.load()
         if self._engine.idle():
             self._engine.check_integrity()

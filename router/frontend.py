@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterable, AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable
 from typing import Protocol
 
 import grpc
@@ -35,6 +35,14 @@ _FINISH_REASONS = {
 }
 
 
+class Events(Protocol):
+    """What happens to one request: Accepts, then an End."""
+
+    request_id: str
+
+    def __aiter__(self) -> AsyncIterator[Accept | End]: ...
+
+
 class RouterCalls(Protocol):
     """What the front asks of the router."""
 
@@ -42,7 +50,9 @@ class RouterCalls(Protocol):
 
     async def limits(self) -> ModelLimits: ...
 
-    def submit(self, request: Request) -> AsyncIterable[Accept | End]: ...
+    def submit(self, request: Request) -> Events: ...
+
+    def abandon(self, stream: Events) -> None: ...
 
     def cancel(self, request_id: str, error: PdserveError | None = None) -> bool: ...
 
@@ -109,7 +119,7 @@ class Frontend(InferenceServicer):
         except PdserveError as error:
             await _abort(context, error)
         finally:
-            self._router.cancel(resolved.request_id)
+            self._router.abandon(events)
 
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
         if not self._router.cancel(request.request_id, Cancelled(f"request {request.request_id} was aborted")):
@@ -145,9 +155,7 @@ class Frontend(InferenceServicer):
                 return "chat", self._tokenizer.apply_chat_template(messages)
         raise InvalidArgument("prompt", "is missing: set prompt, prompt_token_ids or chat")
 
-    async def _stream(
-        self, resolved: ResolvedRequest, events: AsyncIterable[Accept | End]
-    ) -> AsyncIterator[pb.GenerateResponse]:
+    async def _stream(self, resolved: ResolvedRequest, events: Events) -> AsyncIterator[pb.GenerateResponse]:
         output = Output(self._tokenizer, resolved.stop, resolved.sampling.logprobs is not None)
         async for event in events:
             if isinstance(event, Accept) and output.stop is None:

@@ -39,13 +39,16 @@ _SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", 64 * 1024 * 1024),
     ("grpc.max_send_message_length", 64 * 1024 * 1024),
     ("grpc.so_reuseport", 0),
+    ("grpc.keepalive_time_ms", 30_000),  # a peer whose machine has vanished sends no goodbye
+    ("grpc.keepalive_timeout_ms", 10_000),
 )
 
 
 class RequestStream:
     """What has happened to one request, for the handler that serves its client. Bounded by max_tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
         self._events: asyncio.Queue[Accept | End] = asyncio.Queue()
 
     def put(self, event: Accept | End) -> None:
@@ -146,10 +149,15 @@ class Router:
     def submit(self, request: Request) -> RequestStream:
         """Take a request over. Raises AlreadyExists or ResourceExhausted."""
         actions = self._dispatch.submit(request, self._clock.now())
-        stream = RequestStream()
+        stream = RequestStream(request.request_id)
         self._streams[request.request_id] = stream
         self._perform(actions)
         return stream
+
+    def abandon(self, stream: RequestStream) -> None:
+        """Nobody listens any more: end the request if it has not ended. Its id may be another request's by now."""
+        if self._streams.get(stream.request_id) is stream:
+            self.cancel(stream.request_id)
 
     def cancel(self, request_id: str, error: PdserveError | None = None) -> bool:
         """End a request with an error; False if it is not in flight."""

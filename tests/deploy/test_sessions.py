@@ -1,0 +1,124 @@
+"""Routers and workers find, lose and find each other again; what is lost returns its leases. No Ray here."""
+
+import queue
+from dataclasses import replace
+
+import grpc
+import pytest
+
+from pdserve.client import Client
+from pdserve.config import RouterConfig
+from pdserve.errors import Unavailable
+from pdserve.rpc import cluster_pb2 as pb
+from pdserve.rpc import convert
+from pdserve.rpc.cluster_pb2_grpc import ClusterStub
+from pdserve.types import ModelLimits, Role, SamplingParams, WorkerInfo
+from router.dispatch import Request
+from support.clusters import wait_for
+from support.routers import MODEL, RouterThread, make_worker
+
+INFO = WorkerInfo("decode-0", "decode-0-a", Role.DECODE, 1, "h", "ipc://x", "print", MODEL, ModelLimits(100, 99, 99))
+
+
+@pytest.fixture
+def sockets(tmp_path):
+    folder = tmp_path / "kv"
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+def joined(router):
+    return [worker.worker_id for worker in router.router.server_info().workers if worker.state == "ready"]
+
+
+def refusal(router, hello):
+    """How the router answers this hello: the status of the broken stream."""
+    with grpc.insecure_channel(router.router.session_address) as channel:
+        call = ClusterStub(channel).Session(iter([pb.WorkerMessage(hello=hello)]), timeout=5)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call)
+    return caught.value.code().name, caught.value.details()
+
+
+def test_a_worker_that_loses_its_router_returns_all_leases_and_joins_the_next_one(small_checkpoint, sockets):
+    with RouterThread(small_checkpoint) as router:
+        port = int(router.router.session_address.rsplit(":", 1)[1])
+        worker = make_worker(small_checkpoint, sockets, router)
+        worker.start()
+        wait_for(lambda: joined(router), "the worker joins")
+        with Client(router.router.grpc_address) as client:
+            stream = iter(client.generate("Hello", temperature=0, max_tokens=3000, ignore_eos=True))
+            next(stream)
+            assert worker.load.blocks.leased > 0
+            router.stop()
+            with pytest.raises(Unavailable):
+                list(stream)
+        wait_for(lambda: worker.load.blocks.leased == 0, "the leases' return", timeout_s=3.0)
+        router.__init__(small_checkpoint, RouterConfig(grpc_port=0, session_port=port))
+        wait_for(lambda: joined(router), "the worker joins the new router", timeout_s=5.0)
+        with Client(router.router.grpc_address) as client:
+            assert client.complete("Hello", temperature=0, max_tokens=3, ignore_eos=True).attempts == 1
+        worker.stop()
+        wait_for(lambda: not joined(router), "its leaving is noticed", timeout_s=2.0)
+    assert not list(sockets.iterdir())
+
+
+def test_a_worker_of_another_model_is_refused_with_both_names(small_checkpoint):
+    with RouterThread(small_checkpoint) as router:
+        code, details = refusal(router, convert.worker_to_hello(replace(INFO, model="other")))
+        assert code == "FAILED_PRECONDITION"
+        assert "'other'" in details
+        assert f"'{MODEL}'" in details
+        assert joined(router) == []
+
+
+@pytest.mark.parametrize(
+    ("hello", "word"),
+    [
+        (pb.Hello(version=99), "version 99"),
+        (pb.Hello(version=convert.SESSION_VERSION, role="cook"), "'cook'"),
+        (pb.Hello(version=convert.SESSION_VERSION, role="decode"), "worker_id"),
+    ],
+)
+def test_a_hello_that_makes_no_sense_is_refused(small_checkpoint, hello, word):
+    with RouterThread(small_checkpoint) as router:
+        code, details = refusal(router, hello)
+        assert code == "FAILED_PRECONDITION"
+        assert word in details
+
+
+def test_a_silent_worker_is_lost_after_the_timeout(small_checkpoint):
+    config = RouterConfig(grpc_port=0, renew_interval_ms=50, worker_timeout_ms=200)
+    messages = queue.SimpleQueue()
+    messages.put(pb.WorkerMessage(hello=convert.worker_to_hello(INFO)))
+    with RouterThread(small_checkpoint, config) as router:
+        with grpc.insecure_channel(router.router.session_address) as channel:
+            call = ClusterStub(channel).Session(iter(messages.get, None), timeout=20)
+            assert next(call).HasField("welcome")
+            wait_for(lambda: joined(router) == [], "its loss")
+            (worker,) = router.router.server_info().workers
+            assert (worker.worker_id, worker.state) == ("decode-0", "lost")
+            with pytest.raises(grpc.RpcError):
+                list(call)
+            messages.put(None)
+
+
+def test_without_any_worker_a_request_ends_unavailable_and_health_says_so(small_checkpoint):
+    with RouterThread(small_checkpoint) as router, Client(router.router.grpc_address) as client:
+        assert not client.healthy()
+        with pytest.raises(Unavailable, match="no worker has joined"):
+            client.complete("Hello", timeout_s=10)
+
+
+def test_a_late_goodbye_of_an_old_handler_spares_the_next_request_of_that_id(small_checkpoint):
+    async def scenario(router):
+        request = Request("again", (1, 2), SamplingParams())
+        first = router.submit(request)
+        router.cancel("again")
+        second = router.submit(request)
+        router.abandon(first)
+        still_there = router.cancel("again")
+        return still_there, second is not first
+
+    with RouterThread(small_checkpoint) as router:
+        assert router.call(scenario(router.router)) == (True, True)
