@@ -44,9 +44,9 @@ class SessionEvents(Protocol):
 class WorkerSession:
     """One worker's open stream."""
 
-    def __init__(self, info: WorkerInfo, task: asyncio.Task[None]) -> None:
+    def __init__(self, info: WorkerInfo, reader: asyncio.Task[None]) -> None:
         self.info = info
-        self._task = task
+        self._reader = reader
         self._outbox: asyncio.Queue[pb.RouterMessage] = asyncio.Queue(_MAX_UNSENT)
 
     def send(self, message: pb.RouterMessage) -> None:
@@ -57,7 +57,7 @@ class WorkerSession:
 
     def close(self) -> None:
         """Break the stream from this side."""
-        self._task.cancel()
+        self._reader.cancel()
 
     async def write_to(self, context: grpc.aio.ServicerContext) -> None:
         while True:
@@ -93,29 +93,33 @@ class Sessions(ClusterServicer):
         except (PdserveError, TimeoutError) as error:
             _log.warning("worker refused", peer=context.peer(), error=error)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error) or "no hello in time")
-        task = asyncio.current_task()
-        assert task is not None
-        session = WorkerSession(info, task)
+        reader = asyncio.create_task(self._read(info.incarnation, request_iterator))
+        session = WorkerSession(info, reader)
         session.send(pb.RouterMessage(welcome=self._welcome))
         helpers = [
             asyncio.create_task(session.write_to(context)),
             asyncio.create_task(session.renew(self._renew_interval_s)),
         ]
         self._events.worker_joined(session)
-        reason = "session ended"
+        reason = "the worker ended its session"
         try:
-            async for message in request_iterator:
-                self._handle(info.incarnation, message)
+            await reader
         except asyncio.CancelledError:
-            reason = "session broke"
-            raise
+            reason = "its session broke"
+            if _being_cancelled():
+                raise
+            await context.abort(grpc.StatusCode.CANCELLED, "the router has ended this session")
         except PdserveError as error:
             reason = str(error)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)
         finally:
-            for helper in helpers:
-                helper.cancel()
+            for task in (reader, *helpers):
+                task.cancel()
             self._events.worker_left(session, reason)
+
+    async def _read(self, worker: str, messages: AsyncIterator[pb.WorkerMessage]) -> None:
+        async for message in messages:
+            self._handle(worker, message)
 
     async def _receive_hello(self, messages: AsyncIterator[pb.WorkerMessage]) -> WorkerInfo:
         first = await asyncio.wait_for(anext(messages), _HELLO_TIMEOUT_S)
@@ -143,3 +147,9 @@ class Sessions(ClusterServicer):
                 events.terminal(worker, owner, convert.terminal_from_proto(message.terminal))
             case unexpected:
                 raise ProtocolError(f"unexpected message {unexpected} from {worker}")
+
+
+def _being_cancelled() -> bool:
+    """Whether it is the current task that is cancelled, and not one it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

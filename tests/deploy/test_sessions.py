@@ -91,16 +91,18 @@ def test_a_silent_worker_is_lost_after_the_timeout(small_checkpoint):
     config = RouterConfig(grpc_port=0, renew_interval_ms=50, worker_timeout_ms=200)
     messages = queue.SimpleQueue()
     messages.put(pb.WorkerMessage(hello=convert.worker_to_hello(INFO)))
-    with RouterThread(small_checkpoint, config) as router:
-        with grpc.insecure_channel(router.router.session_address) as channel:
-            call = ClusterStub(channel).Session(iter(messages.get, None), timeout=20)
-            assert next(call).HasField("welcome")
-            wait_for(lambda: joined(router) == [], "its loss")
-            (worker,) = router.router.server_info().workers
-            assert (worker.worker_id, worker.state) == ("decode-0", "lost")
-            with pytest.raises(grpc.RpcError):
-                list(call)
-            messages.put(None)
+    with (
+        RouterThread(small_checkpoint, config) as router,
+        grpc.insecure_channel(router.router.session_address) as channel,
+    ):
+        call = ClusterStub(channel).Session(iter(messages.get, None), timeout=20)
+        assert next(call).HasField("welcome")
+        wait_for(lambda: joined(router) == [], "its loss")
+        (worker,) = router.router.server_info().workers
+        assert (worker.worker_id, worker.state) == ("decode-0", "lost")
+        with pytest.raises(grpc.RpcError):
+            list(call)
+        messages.put(None)
 
 
 def test_without_any_worker_a_request_ends_unavailable_and_health_says_so(small_checkpoint):
