@@ -19,6 +19,7 @@ from typing import Annotated, Any
 
 import psutil
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -292,7 +293,8 @@ def _status_object(info: ServerInfo) -> dict[str, Any]:
 
 def _print_status(info: ServerInfo) -> None:
     _out.print(f"model {info.model}  grpc {info.grpc_address}  sessions {info.session_address}")
-    table = Table("worker", "role", "pid", "state", "queue", "requests", "free", "cached", "leased")
+    headings = ("worker", "role", "pid", "state", "queue", "requests", "free", "cached", "leased")
+    table = Table(*headings, box=box.SIMPLE)
     for worker in info.workers:
         counts = (worker.pid, worker.state, worker.queue, worker.requests)
         blocks = (worker.blocks.free, worker.blocks.cached, worker.blocks.leased)
