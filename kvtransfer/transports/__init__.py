@@ -1,0 +1,1 @@
+"""What carries frames between two workers: each a few verbs, stated in base."""
