@@ -52,26 +52,26 @@ class WorkerActor:
 
 @ray.remote
 class RouterActor:
-    """A router, on an event loop and thread of its own."""
+    """A router, on an event loop and thread of its own. Restarted, it listens at the same addresses again."""
 
     def __init__(self, spec: RouterSpec) -> None:
+        from router.server import Router
+
         logs.configure(spec.config.logging.level, "router", Path(spec.log_path))
-        self._spec = spec
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="router", daemon=True)
         self._thread.start()
-
-    def start(self) -> tuple[str, str]:
-        """Listen; the gRPC address and the address for the workers' sessions."""
-        from router.server import Router
-
-        spec = self._spec
-        self._router = Router(Path(spec.model_directory), spec.model_name, spec.config.router)
+        self._error: ConfigError | None = None
         try:
+            self._router = Router(Path(spec.model_directory), spec.model_name, spec.config.router)
             self._call(self._router.start())
-        except RuntimeError as error:
-            ports = "router.grpc_port and router.session_port"
-            raise ConfigError(f"the router cannot listen: {error}; choose other ports with {ports}") from None
+        except ConfigError as error:
+            self._error = error
+
+    def ready(self) -> tuple[str, str]:
+        """The gRPC address and the address for sessions, once it listens. Raises ConfigError where it cannot."""
+        if self._error is not None:
+            raise self._error
         return self._router.grpc_address, self._router.session_address
 
     def wait_members(self, worker_ids: frozenset[str], timeout_s: float) -> bool:
@@ -83,7 +83,8 @@ class RouterActor:
         return True
 
     def stop(self) -> None:
-        self._call(self._router.stop())
+        if self._error is None:
+            self._call(self._router.stop())
 
     def _call(self, coroutine: Coroutine[Any, Any, None], timeout_s: float = 30.0) -> None:
         asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)

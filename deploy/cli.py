@@ -272,6 +272,7 @@ def _status_object(info: ServerInfo) -> dict[str, Any]:
     return {
         "grpc": info.grpc_address,
         "sessions": info.session_address,
+        "router_pid": info.pid,
         "model": info.model,
         "version": info.version,
         "running_requests": info.running_requests,

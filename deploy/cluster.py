@@ -1,7 +1,7 @@
 """A cluster on this machine: Ray, one router, prefill and decode workers.
 
-    start:  Ray -> router (its ports are known then) -> workers, all at once -> every worker has joined
-    stop:   workers -> router -> Ray -> whatever of theirs is left, by process id -> the runtime directory
+    start:  the router's ports -> Ray -> router and workers, all at once -> every worker has joined
+    stop:   router and workers -> Ray -> whatever of theirs is left, by process id -> the runtime directory
 
 Custom resources place the actors, not CPUs: four actors on two cores must not wait for ever.
 """
@@ -24,6 +24,7 @@ import ray
 import ray.exceptions
 
 from deploy.actors import RouterActor, WorkerActor
+from deploy.ports import PortReservation
 from deploy.runtime import RuntimeDirectory
 from deploy.spec import RouterSpec, WorkerSpec
 from model.config import ModelConfig
@@ -49,7 +50,11 @@ class LocalCluster:
         """Start everything and wait until it serves. Raises ConfigError or Unavailable; nothing is left then."""
         self._progress = progress
         directory, name = _model(config)
-        self.config = _resolve_threads(config)
+        self._ports = [
+            PortReservation(config.router.host, config.router.grpc_port, "router.grpc_port"),
+            PortReservation(config.router.host, config.router.session_port, "router.session_port"),
+        ]
+        self.config = _resolve_ports(_resolve_threads(config), *(reservation.port for reservation in self._ports))
         self.model = name
         self.stage_seconds: dict[str, float] = {}
         self._runtime = RuntimeDirectory(config.cluster.runtime_dir)
@@ -58,8 +63,7 @@ class LocalCluster:
         self._router: ray.actor.ActorHandle | None = None
         try:
             self._stage("ray", self._start_ray)
-            self._stage("router", lambda: self._start_router(directory))
-            self._stage("workers", lambda: self._start_workers(directory))
+            self._stage("router and workers", lambda: self._start_actors(directory))
             self._runtime.write_state(self.grpc_address, self.session_address, name)
         except BaseException:
             self.stop()
@@ -107,6 +111,8 @@ class LocalCluster:
                 ray.get([actor.stop.remote() for actor in actors], timeout=_STOP_TIMEOUT_S)
         stop_processes(self._runtime, ray.shutdown)
         self._runtime.remove()
+        for reservation in self._ports:
+            reservation.release()
 
     def _stage(self, name: str, action: Callable[[], None]) -> None:
         self._progress(name)
@@ -129,34 +135,31 @@ class LocalCluster:
             _temp_dir=str(self._runtime.ray),
         )
 
-    def _start_router(self, directory: Path) -> None:
-        spec = RouterSpec(str(directory), self.model, str(self._runtime.logs / "router.jsonl"), self.config)
-        self._router = RouterActor.options(num_cpus=0, resources={_PLACES: 1}).remote(spec)
-        self.grpc_address, self.session_address = _get(self._router.start.remote(), self._timeout_s)
-
-    def _start_workers(self, directory: Path) -> None:
+    def _start_actors(self, directory: Path) -> None:
         cluster = self.config.cluster
-        options = {
-            "num_cpus": 0,
-            "resources": {_PLACES: 1},
-            "max_restarts": -1 if cluster.restart_workers else 0,
-        }
+        options = {"num_cpus": 0, "resources": {_PLACES: 1}, "max_restarts": -1 if cluster.restart_actors else 0}
+        spec = RouterSpec(str(directory), self.model, str(self._runtime.logs / "router.jsonl"), self.config)
+        self._router = RouterActor.options(**options).remote(spec)
         roles = [(Role.PREFILL, i) for i in range(cluster.prefill)] + [(Role.DECODE, i) for i in range(cluster.decode)]
         for role, index in roles:
             worker_id = f"{role.value}-{index}"
-            spec = WorkerSpec(
-                worker_id=worker_id,
-                role=role,
-                model_directory=str(directory),
-                model_name=self.model,
-                router_addresses=(self.session_address,),
-                kv_socket_directory=str(self._runtime.kv_sockets),
-                log_path=str(self._runtime.logs / f"{worker_id}.jsonl"),
-                config=self.config,
-            )
-            self._workers[worker_id] = WorkerActor.options(**options).remote(spec)
+            self._workers[worker_id] = WorkerActor.options(**options).remote(self._spec(directory, role, worker_id))
+        self.grpc_address, self.session_address = _get(self._router.ready.remote(), self._timeout_s)
         _get([actor.ready.remote() for actor in self._workers.values()], self._timeout_s)
         self.wait_ready(self._timeout_s)
+
+    def _spec(self, directory: Path, role: Role, worker_id: str) -> WorkerSpec:
+        router = self.config.router
+        return WorkerSpec(
+            worker_id=worker_id,
+            role=role,
+            model_directory=str(directory),
+            model_name=self.model,
+            router_addresses=(f"{router.host}:{router.session_port}",),
+            kv_socket_directory=str(self._runtime.kv_sockets),
+            log_path=str(self._runtime.logs / f"{worker_id}.jsonl"),
+            config=self.config,
+        )
 
     @property
     def _timeout_s(self) -> float:
@@ -196,6 +199,10 @@ def _model(config: Config) -> tuple[Path, str]:
     ModelConfig.from_hf(directory)
     tensor_files(directory)
     return directory, config.model.name or (_EMBEDDED_NAME if embedded else directory.name)
+
+
+def _resolve_ports(config: Config, grpc_port: int, session_port: int) -> Config:
+    return replace(config, router=replace(config.router, grpc_port=grpc_port, session_port=session_port))
 
 
 def _resolve_threads(config: Config) -> Config:

@@ -75,7 +75,7 @@ class ClusterConfig:
     decode: int = 2
     runtime_dir: str = ""  # default: a short folder below the system's temporary one
     start_timeout_s: float = 120.0
-    restart_workers: bool = True
+    restart_actors: bool = True
 
 
 @dataclass(frozen=True, slots=True)

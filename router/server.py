@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import os
 import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from grpc_reflection.v1alpha import reflection
 from pdserve import logs
 from pdserve.clock import Clock, SystemClock
 from pdserve.config import RouterConfig
-from pdserve.errors import PdserveError, Unavailable
+from pdserve.errors import ConfigError, PdserveError, Unavailable
 from pdserve.rpc import cluster_pb2 as pb
 from pdserve.rpc import cluster_pb2_grpc, convert, inference_pb2, inference_pb2_grpc
 from pdserve.types import Finish, Load, ModelLimits, Owner, Role, SampledToken, Ticket
@@ -38,7 +39,7 @@ _HEALTH_SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", 64 * 1024 * 1024),
     ("grpc.max_send_message_length", 64 * 1024 * 1024),
-    ("grpc.so_reuseport", 0),
+    ("grpc.so_reuseport", 1),  # whoever starts the router may hold its ports for it
     ("grpc.keepalive_time_ms", 30_000),  # a peer whose machine has vanished sends no goodbye
     ("grpc.keepalive_timeout_ms", 10_000),
 )
@@ -91,7 +92,7 @@ class Router:
     # Life.
 
     async def start(self) -> None:
-        """Listen. Raises OSError or RuntimeError where a port is taken."""
+        """Listen. Raises ConfigError where it cannot."""
         front = grpc.aio.server(options=_SERVER_OPTIONS)
         inference_pb2_grpc.add_InferenceServicer_to_server(Frontend(self, self._tokenizer), front)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, front)
@@ -116,7 +117,10 @@ class Router:
         await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
 
     async def _listen(self, server: grpc.aio.Server, port: int) -> str:
-        bound = server.add_insecure_port(f"{self._config.host}:{port}")
+        try:
+            bound = server.add_insecure_port(f"{self._config.host}:{port}")
+        except RuntimeError as error:
+            raise ConfigError(f"the router cannot listen at {self._config.host}:{port}: {error}") from None
         await server.start()
         self._servers.append(server)
         return f"{self._config.host}:{bound}"
@@ -214,6 +218,7 @@ class Router:
             grpc_address=self.grpc_address,
             session_address=self.session_address,
             running_requests=len(self._dispatch),
+            pid=os.getpid(),
             workers=sorted(workers, key=lambda worker: (worker.role != Role.PREFILL.value, worker.worker_id)),
         )
 

@@ -183,20 +183,22 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ServerInfo(_message.Message):
-    __slots__ = ("version", "model", "grpc_address", "session_address", "running_requests", "workers")
+    __slots__ = ("version", "model", "grpc_address", "session_address", "running_requests", "workers", "pid")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     GRPC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     SESSION_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
     version: str
     model: str
     grpc_address: str
     session_address: str
     running_requests: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
-    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., grpc_address: _Optional[str] = ..., session_address: _Optional[str] = ..., running_requests: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ...) -> None: ...
+    pid: int
+    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., grpc_address: _Optional[str] = ..., session_address: _Optional[str] = ..., running_requests: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., pid: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("worker_id", "incarnation", "role", "pid", "host", "state", "queue", "requests", "blocks", "fingerprint")

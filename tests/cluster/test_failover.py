@@ -8,6 +8,7 @@ import signal
 
 import pytest
 
+from pdserve.errors import Unavailable
 from support.clusters import attempts_of, failures_of, kill, serving, wait_for, wait_quiet, worker
 
 pytestmark = pytest.mark.cluster
@@ -35,11 +36,18 @@ def frames_received(cluster, worker_id):
     return counts
 
 
-def kill_serving_prefill_in_its_transfer(cluster):
-    """SIGKILL the prefill worker once frames of its transfer are at the decode worker, and not yet all."""
-    decode = wait_for(lambda: [w for w in cluster.info().workers if w.role == "decode" and w.requests], "placement")[0]
+def first_frame_received(cluster):
+    """Wait for a request's first frame; the decode worker that has it, and the transfer."""
+    receiving = lambda: [w for w in cluster.info().workers if w.role == "decode" and w.requests]  # noqa: E731
+    (decode,) = wait_for(receiving, "placement")
     known = set(frames_received(cluster, decode.worker_id))
     (transfer,) = wait_for(lambda: set(frames_received(cluster, decode.worker_id)) - known, "the first frame")
+    return decode, transfer
+
+
+def kill_serving_prefill_in_its_transfer(cluster):
+    """SIGKILL the prefill worker once frames of its transfer are at the decode worker, and not yet all."""
+    decode, transfer = first_frame_received(cluster)
     victim = serving(cluster, "prefill")
     kill(victim)
     wait_for(lambda: worker(cluster, victim.worker_id).pid != victim.pid, "the router's notice")
@@ -116,6 +124,49 @@ def test_the_only_prefill_worker_killed(cluster, client):
     assert same(result, undisturbed)
     assert result.attempts == 2
     assert attempts_of(cluster, result.request_id)[1]["local"], "decode should have prefilled"
+
+
+def test_decode_worker_killed_while_it_receives(cluster, client):
+    undisturbed = client.complete(LONG, **SAMPLED)
+    stream = client.generate(LONG, **SAMPLED)
+    assert stream.started.request_id
+    victim, _ = first_frame_received(cluster)
+    kill(victim)
+    result = stream.read()
+    assert same(result, undisturbed)
+    assert result.attempts == 2
+    (failure,) = failures_of(cluster, result.request_id)
+    assert failure["phase"] == "prefill"
+
+
+def test_prefill_worker_frozen_in_mid_transfer(cluster, client):
+    undisturbed = client.complete(LONG, **SAMPLED)
+    stream = client.generate(LONG, **SAMPLED)
+    assert stream.started.request_id
+    first_frame_received(cluster)
+    victim = serving(cluster, "prefill")
+    os.kill(victim.pid, signal.SIGSTOP)
+    try:
+        result = stream.read()
+    finally:
+        os.kill(victim.pid, signal.SIGCONT)
+    assert same(result, undisturbed)
+    assert result.attempts == 2
+    (failure,) = failures_of(cluster, result.request_id)
+    assert failure["phase"] == "prefill"
+
+
+def test_a_killed_router_ends_its_streams_comes_back_and_every_worker_joins_it(cluster, client):
+    stream = iter(client.generate(SHORT, **(SAMPLED | {"max_tokens": 2000})))
+    next(stream)
+    workers = {each.incarnation for each in cluster.info().workers}
+    os.kill(cluster.info().pid, signal.SIGKILL)
+    with pytest.raises(Unavailable):
+        list(stream)
+    wait_for(client.healthy, "the router's return")
+    wait_for(lambda: {w.incarnation for w in cluster.info().workers} == workers, "the same workers at the new router")
+    wait_quiet(cluster)
+    assert client.complete(SHORT, temperature=0, max_tokens=3).attempts == 1
 
 
 def test_several_streams_on_a_killed_decode_worker_all_go_on(cluster, client):
