@@ -57,6 +57,7 @@ class Worker:
             SystemClock(),
             self._trace,
             logs.logger("kv"),
+            max_transfers=config.engine.max_queued,
         )
         self.info = WorkerInfo(
             worker_id=spec.worker_id,

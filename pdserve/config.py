@@ -49,7 +49,7 @@ class TransferConfig:
     max_frame_bytes: int = 1024 * 1024
     ticket_ttl_ms: int = 5_000
     ping_interval_ms: int = 500
-    deadline_ms: int = 120_000
+    deadline_ms: int = 600_000  # with the wait in the sender's queue
 
 
 @dataclass(frozen=True, slots=True)
