@@ -42,8 +42,8 @@ class WorkerActor:
             raise self._error
         return self._worker.info.incarnation
 
-    def trace_events(self) -> list[TraceEvent]:
-        return self._worker.trace_events()
+    def trace_events(self, since_ns: int) -> list[TraceEvent]:
+        return self._worker.trace_events(since_ns)
 
     def stop(self) -> None:
         if self._error is None:

@@ -91,9 +91,9 @@ class LocalCluster:
     def worker_ids(self) -> list[str]:
         return list(self._workers)
 
-    def trace_events(self, worker_id: str) -> list[TraceEvent]:
-        """A worker's trace, on this host's monotonic clock."""
-        return ray.get(self._workers[worker_id].trace_events.remote(), timeout=30.0)
+    def trace_events(self, worker_id: str, since_ns: int = 0) -> list[TraceEvent]:
+        """A worker's trace from `since_ns` on, on this host's monotonic clock."""
+        return ray.get(self._workers[worker_id].trace_events.remote(since_ns), timeout=30.0)
 
     def wait_ready(self, timeout_s: float) -> None:
         """Wait until every worker is a member of the router again. Raises Unavailable."""

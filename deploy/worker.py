@@ -91,8 +91,8 @@ class Worker:
         self._engine_thread.join(timeout=10.0)
         self._link.close()
 
-    def trace_events(self) -> list[TraceEvent]:
-        return self._trace.events()
+    def trace_events(self, since_ns: int = 0) -> list[TraceEvent]:
+        return self._trace.events(since_ns)
 
     # What the routers ask: the session thread.
 

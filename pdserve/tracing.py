@@ -27,5 +27,6 @@ class Trace:
     def record(self, name: str, **fields: Any) -> None:
         self._events.append(TraceEvent(time.monotonic_ns(), name, fields))
 
-    def events(self) -> list[TraceEvent]:
-        return list(self._events)
+    def events(self, since_ns: int = 0) -> list[TraceEvent]:
+        """What is kept, from `since_ns` on (the clock of time.monotonic_ns)."""
+        return [event for event in list(self._events) if event.time_ns >= since_ns]

@@ -5,6 +5,7 @@ Each test runs a request undisturbed, then again with a kill, and shows that the
 
 import os
 import signal
+import time
 
 import pytest
 
@@ -25,33 +26,26 @@ def same(disturbed, undisturbed):
     return all(getattr(disturbed, name) == getattr(undisturbed, name) for name in fields)
 
 
-def frames_received(cluster, worker_id):
-    """Transfers a decode worker is or was receiving: id -> number of frames; completed ones are taken out."""
-    counts = {}
-    for event in cluster.trace_events(worker_id):
-        if event.name == "frame_received":
-            counts[event.fields["transfer"]] = counts.get(event.fields["transfer"], 0) + 1
-        elif event.name == "transfer_complete":
-            counts.pop(event.fields["transfer"], None)
-    return counts
+def first_frame_received(cluster, since_ns):
+    """Wait for the first frame of a transfer that began after `since_ns`; the decode worker's id, and the transfer."""
+
+    def look():
+        for worker_id in ("decode-0", "decode-1"):
+            for event in cluster.trace_events(worker_id, since_ns):
+                if event.name == "frame_received":
+                    return worker_id, event.fields["transfer"]
+        return None
+
+    return wait_for(look, "the first frame")
 
 
-def first_frame_received(cluster):
-    """Wait for a request's first frame; the decode worker that has it, and the transfer."""
-    receiving = lambda: [w for w in cluster.info().workers if w.role == "decode" and w.requests]  # noqa: E731
-    (decode,) = wait_for(receiving, "placement")
-    known = set(frames_received(cluster, decode.worker_id))
-    (transfer,) = wait_for(lambda: set(frames_received(cluster, decode.worker_id)) - known, "the first frame")
-    return decode, transfer
-
-
-def kill_serving_prefill_in_its_transfer(cluster):
+def kill_serving_prefill_in_its_transfer(cluster, since_ns):
     """SIGKILL the prefill worker once frames of its transfer are at the decode worker, and not yet all."""
-    decode, transfer = first_frame_received(cluster)
+    decode_id, transfer = first_frame_received(cluster, since_ns)
     victim = serving(cluster, "prefill")
     kill(victim)
     wait_for(lambda: worker(cluster, victim.worker_id).pid != victim.pid, "the router's notice")
-    events = cluster.trace_events(decode.worker_id)
+    events = cluster.trace_events(decode_id, since_ns)
     mine = [event.name for event in events if event.fields.get("transfer") == transfer]
     assert "frame_received" in mine, "the kill came before the transfer"
     assert "transfer_complete" not in mine, "the kill came after the transfer"
@@ -98,9 +92,10 @@ def test_decode_worker_frozen_in_mid_stream_and_thawed_later(cluster, client):
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_prefill_worker_killed_in_mid_transfer(cluster, client, options):
     undisturbed = client.complete(LONG, **options)
+    since_ns = time.monotonic_ns()
     stream = client.generate(LONG, **options)
     assert stream.started.prompt_token_ids == tuple(LONG)
-    kill_serving_prefill_in_its_transfer(cluster)
+    kill_serving_prefill_in_its_transfer(cluster, since_ns)
     result = stream.read()
     assert same(result, undisturbed)
     assert (result.attempts, result.exact) == (2, True)
@@ -115,9 +110,10 @@ def test_the_only_prefill_worker_killed(cluster, client):
     os.kill(spare.pid, signal.SIGSTOP)
     try:
         wait_for(lambda: worker(cluster, "prefill-1").state == "lost", "the spare one is lost")
+        since_ns = time.monotonic_ns()
         stream = client.generate(LONG, **SAMPLED)
         assert stream.started.request_id
-        kill_serving_prefill_in_its_transfer(cluster)
+        kill_serving_prefill_in_its_transfer(cluster, since_ns)
         result = stream.read()
     finally:
         os.kill(spare.pid, signal.SIGCONT)
@@ -128,10 +124,11 @@ def test_the_only_prefill_worker_killed(cluster, client):
 
 def test_decode_worker_killed_while_it_receives(cluster, client):
     undisturbed = client.complete(LONG, **SAMPLED)
+    since_ns = time.monotonic_ns()
     stream = client.generate(LONG, **SAMPLED)
     assert stream.started.request_id
-    victim, _ = first_frame_received(cluster)
-    kill(victim)
+    decode_id, _ = first_frame_received(cluster, since_ns)
+    kill(worker(cluster, decode_id))
     result = stream.read()
     assert same(result, undisturbed)
     assert result.attempts == 2
@@ -141,9 +138,10 @@ def test_decode_worker_killed_while_it_receives(cluster, client):
 
 def test_prefill_worker_frozen_in_mid_transfer(cluster, client):
     undisturbed = client.complete(LONG, **SAMPLED)
+    since_ns = time.monotonic_ns()
     stream = client.generate(LONG, **SAMPLED)
     assert stream.started.request_id
-    first_frame_received(cluster)
+    first_frame_received(cluster, since_ns)
     victim = serving(cluster, "prefill")
     os.kill(victim.pid, signal.SIGSTOP)
     try:
