@@ -7,6 +7,8 @@
 #define LANES 16
 #define NARROW_ROWS 12
 #define WIDE_ROWS 12
+#define EXPANDED_NARROW_ROWS 12
+#define EXPANDED_WIDE_ROWS 12
 #include "amx.h"
 
 #include "path.h"

@@ -2,6 +2,8 @@
 #define LANES 8
 #define NARROW_ROWS 6
 #define WIDE_ROWS 3
+#define EXPANDED_NARROW_ROWS 5
+#define EXPANDED_WIDE_ROWS 2
 #define PATH_NAME avx2
 #include "path_fma.h"
 

@@ -3,6 +3,8 @@
 #define LANES 16
 #define NARROW_ROWS 12
 #define WIDE_ROWS 12
+#define EXPANDED_NARROW_ROWS 12
+#define EXPANDED_WIDE_ROWS 12
 #define HAS_DOT
 #include "dot.h"
 

@@ -3,6 +3,8 @@
 #define LANES 8
 #define NARROW_ROWS 4
 #define WIDE_ROWS 2
+#define EXPANDED_NARROW_ROWS 4
+#define EXPANDED_WIDE_ROWS 2
 #define PATH_NAME portable
 #include "path_fma.h"
 

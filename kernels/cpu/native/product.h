@@ -49,6 +49,11 @@ INLINE void add_products(const enum kind kind, const int rows, const int vectors
     }
     if (kind != EXPANDED)
         return;
+    /* Loaded again rather than kept: the accumulators want the registers. */
+    __asm__("" : "+r"(panel));
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++)
+        weights[v] = vu_load(panel + v / PANEL_VECTORS * panel_bytes + v % PANEL_VECTORS * (LANES * 4));
 #pragma GCC unroll 16
     for (int row = 0; row < rows; row++) {
         const vf second = vf_set(*(const float *)(operand + row * operand_stride_bytes + 4));
@@ -137,12 +142,14 @@ INLINE void multiply_panels(const enum kind kind, const int tile_rows, const int
 INLINE void multiply(const enum kind kind, const void *operand, int64_t operand_stride, int64_t rows,
                      const struct panels *panels, float *result, int64_t result_stride, bool accumulate)
 {
-    const int64_t paired = rows <= WIDE_ROWS || NARROW_ROWS <= WIDE_ROWS ? panels->panel_count & ~(int64_t)1 : 0;
+    const int wide_rows = kind == EXPANDED ? EXPANDED_WIDE_ROWS : WIDE_ROWS;
+    const int narrow_rows = kind == EXPANDED ? EXPANDED_NARROW_ROWS : NARROW_ROWS;
+    const int64_t paired = rows <= wide_rows || narrow_rows <= wide_rows ? panels->panel_count & ~(int64_t)1 : 0;
     for (int64_t panel = 0; panel < paired; panel += 2)
-        multiply_panels(kind, WIDE_ROWS, 2, operand, operand_stride, rows, panels, panel, result, result_stride,
+        multiply_panels(kind, wide_rows, 2, operand, operand_stride, rows, panels, panel, result, result_stride,
                         accumulate);
     for (int64_t panel = paired; panel < panels->panel_count; panel++)
-        multiply_panels(kind, NARROW_ROWS, 1, operand, operand_stride, rows, panels, panel, result, result_stride,
+        multiply_panels(kind, narrow_rows, 1, operand, operand_stride, rows, panels, panel, result, result_stride,
                         accumulate);
 }
 
