@@ -1,8 +1,10 @@
 """Chooses the next token: a function of (logits, parameters, seed, sequence index, position) and nothing else.
 
 Everything is float64 over one row in vocabulary order, on one thread, so neither the batch nor the thread count can
-show. Filters apply in the order temperature, top-k, top-p, min-p; equal probabilities rank by token id. The choice
-is the inverse of the cumulative distribution, in vocabulary order, at one uniform.
+show. Filters apply in the order temperature, top-k, top-p, min-p; equal logits rank by token id. The choice is the
+inverse of the cumulative distribution, in vocabulary order, at one uniform.
+
+The vocabulary is never sorted whole: top-k selects, and top-p sorts only tokens that could belong to its nucleus.
 """
 
 from __future__ import annotations
@@ -12,49 +14,72 @@ import numpy as np
 from engine.randomness import uniform
 from pdserve.types import SampledToken, SamplingParams
 
+_FLOOR_MARGIN = 0.5  # so that rounding in a floor cannot cost a token that belongs above it
+
 
 def sample(logits: np.ndarray, params: SamplingParams, sequence_index: int, position: int) -> SampledToken:
     """Sample from fp32 logits [V] the token at `position` (counted from the prompt's first token)."""
     if params.temperature == 0.0:
         token_id = int(np.argmax(logits))
     else:
-        probabilities = _filtered(logits.astype(np.float64), params)
-        cumulative = np.cumsum(probabilities)
-        threshold = uniform(params.seed, sequence_index, position) * cumulative[-1]
-        token_id = int(np.searchsorted(cumulative, threshold, side="right"))
-        token_id = min(token_id, int(np.flatnonzero(probabilities)[-1]))
+        token_id = _drawn(logits, params, uniform(params.seed, sequence_index, position))
     if params.logprobs is None:
         return SampledToken(token_id)
-    return _with_logprobs(logits.astype(np.float64), token_id, params.logprobs)
+    return _with_logprobs(logits, token_id, params.logprobs)
 
 
-def _filtered(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """Unnormalised probabilities [V], 0 where a filter removed the token."""
-    scaled = (logits - logits.max()) / params.temperature
-    probabilities = np.exp(scaled)
-    if 0 < params.top_k < len(probabilities) or params.top_p < 1.0:
-        probabilities = _keep_top(probabilities, params.top_k, params.top_p)
+def _drawn(logits: np.ndarray, params: SamplingParams, at: float) -> int:
+    """The token where the cumulative distribution of the filtered ones passes `at`, in [0, 1)."""
+    tokens, weights = _filtered(logits, params)
+    cumulative = np.cumsum(weights)
+    place = int(np.searchsorted(cumulative, at * cumulative[-1], side="right"))
+    if place == len(weights):  # `at` so near to 1 that the product was rounded up to the whole
+        place = int(np.flatnonzero(weights)[-1])
+    return place if tokens is None else int(tokens[place])
+
+
+def _filtered(logits: np.ndarray, params: SamplingParams) -> tuple[np.ndarray | None, np.ndarray]:
+    """The tokens that the filters leave, in vocabulary order (None: all), and their unnormalised probabilities."""
+    tokens = None
+    if 0 < params.top_k < len(logits):
+        tokens = np.sort(_most_likely(logits, params.top_k))
+    kept = logits if tokens is None else logits[tokens]
+    weights = np.exp((kept.astype(np.float64) - float(logits.max())) / params.temperature)
+    if params.top_p < 1.0:
+        tokens, weights = _chosen(tokens, weights, np.sort(_nucleus(weights, params.top_p)))
     if params.min_p > 0.0:
-        probabilities[probabilities < params.min_p * probabilities.max()] = 0.0
-    return probabilities
+        tokens, weights = _chosen(tokens, weights, np.flatnonzero(weights >= params.min_p * weights.max()))
+    return tokens, weights
 
 
-def _keep_top(probabilities: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
-    """Keep the `top_k` most likely (0: all), then the fewest of them that reach `top_p` of their mass."""
-    ranked = np.argsort(-probabilities, kind="stable")
-    if top_k > 0:
-        ranked = ranked[:top_k]
-    if top_p < 1.0:
-        mass = np.cumsum(probabilities[ranked])
-        ranked = ranked[: int(np.searchsorted(mass, top_p * mass[-1])) + 1]
-    kept = np.zeros_like(probabilities)
-    kept[ranked] = probabilities[ranked]
-    return kept
+def _chosen(tokens: np.ndarray | None, weights: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return (places if tokens is None else tokens[places]), weights[places]
+
+
+def _nucleus(weights: np.ndarray, top_p: float) -> np.ndarray:
+    """Where the fewest of the most likely tokens are that reach `top_p` of the mass.
+
+    All tokens below the floor together weigh less than 1 - top_p, so those above it reach top_p.
+    """
+    mass = weights.sum()
+    candidates = np.flatnonzero(weights >= (1.0 - top_p) * mass / len(weights) * _FLOOR_MARGIN)
+    ranked = candidates[np.argsort(-weights[candidates], kind="stable")]
+    return ranked[: int(np.searchsorted(np.cumsum(weights[ranked]), top_p * mass)) + 1]
+
+
+def _most_likely(logits: np.ndarray, count: int) -> np.ndarray:
+    """The `count` tokens with the highest logits, highest first, equal ones by token id."""
+    if count >= len(logits):
+        return np.argsort(-logits, kind="stable")
+    lowest = np.partition(logits, len(logits) - count)[len(logits) - count]
+    candidates = np.flatnonzero(logits >= lowest)
+    return candidates[np.argsort(-logits[candidates], kind="stable")][:count]
 
 
 def _with_logprobs(logits: np.ndarray, token_id: int, top_count: int) -> SampledToken:
-    highest = logits.max()
-    log_normaliser = highest + np.log(np.sum(np.exp(logits - highest)))
-    ranked = np.argsort(-logits, kind="stable")[:top_count]
-    top = tuple((int(i), float(logits[i] - log_normaliser)) for i in ranked)
-    return SampledToken(token_id, float(logits[token_id] - log_normaliser), top)
+    exact = logits.astype(np.float64)
+    highest = exact.max()
+    log_normaliser = highest + np.log(np.sum(np.exp(exact - highest)))
+    ranked = _most_likely(logits, top_count) if top_count else ()
+    top = tuple((int(token), float(exact[token] - log_normaliser)) for token in ranked)
+    return SampledToken(token_id, float(exact[token_id] - log_normaliser), top)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from engine.randomness import uniform
 from engine.sampler import sample
 from pdserve.types import SamplingParams
 
@@ -70,3 +71,43 @@ def test_no_logprobs_unless_asked_for():
 def test_a_uniform_at_the_very_end_still_gives_a_kept_token():
     logits = np.array([0.0, -1e4, -1e4], dtype=np.float32)
     assert set(drawn(PARAMS, logits, count=200)) == {0}
+
+
+def sampled_by_sorting_everything(logits, params, sequence_index, position):
+    """The documented rule, word by word: rank the whole vocabulary, then filter it."""
+    exact = logits.astype(np.float64)
+    weights = np.exp((exact - exact.max()) / params.temperature)
+    ranked = np.argsort(-logits, kind="stable")
+    if params.top_k > 0:
+        ranked = ranked[: params.top_k]
+    if params.top_p < 1.0:
+        mass = np.cumsum(weights[ranked])
+        ranked = ranked[: int(np.searchsorted(mass, params.top_p * mass[-1])) + 1]
+    kept = np.zeros_like(weights)
+    kept[ranked] = weights[ranked]
+    kept[kept < params.min_p * kept.max()] = 0.0
+    cumulative = np.cumsum(kept)
+    at = uniform(params.seed, sequence_index, position) * cumulative[-1]
+    return int(np.searchsorted(cumulative, at, side="right"))
+
+
+@pytest.mark.parametrize("top_k", [0, 1, 7, 50, 5000])
+@pytest.mark.parametrize("top_p", [0.1, 0.9, 0.999, 1.0])
+@pytest.mark.parametrize("min_p", [0.0, 0.05])
+def test_selecting_gives_the_token_of_a_full_sort(top_k, top_p, min_p):
+    generator = np.random.default_rng(top_k)
+    for seed in range(60):
+        size, spread = int(generator.integers(2, 3000)), generator.choice([0.1, 1.0, 6.0])
+        logits = (spread * generator.standard_normal(size)).astype(np.float32)
+        if seed % 3 == 0:
+            logits = np.round(logits, 1)  # many ties
+        params = SamplingParams(temperature=0.8, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+        wanted = sampled_by_sorting_everything(logits, params, 1, seed)
+        assert sample(logits, params, 1, seed).token_id == wanted, f"seed {seed}"
+
+
+@pytest.mark.parametrize("count", [1, 5, 20, 300])
+def test_top_logprobs_are_those_of_a_full_sort(count):
+    logits = np.round(np.random.default_rng(count).standard_normal(300), 1).astype(np.float32)
+    result = sample(logits, SamplingParams(temperature=0.0, logprobs=count), 0, 0)
+    assert [token for token, _ in result.top_logprobs] == np.argsort(-logits, kind="stable")[:count].tolist()
