@@ -30,11 +30,14 @@ class BuiltEngine:
     dtype: str
 
 
-def build_engine(directory: Path, kernels_name: str, dtype_name: str, config: EngineConfig) -> BuiltEngine:
+def build_engine(
+    directory: Path, kernels_name: str, dtype_name: str, config: EngineConfig, cpu_path: str = "auto"
+) -> BuiltEngine:
     """Load a checkpoint and lay out its KV store. Raises ConfigError where they do not fit together."""
+    ops = kernels.select(kernels_name, cpu_path)
     if config.threads > 0:
         torch.set_num_threads(config.threads)
-    ops = kernels.select(kernels_name)
+        ops.set_threads(config.threads)
     dtype = ops.default_dtype() if dtype_name == "auto" else getattr(torch, dtype_name)
     decoder = Decoder.load(directory, ops, dtype)
     store = KVStore(ops, _cache_shape(decoder, config))
@@ -76,13 +79,10 @@ def _fingerprint(decoder: Decoder, ops: Kernels, weights: str, dtype: str) -> st
 def _probe(decoder: Decoder, ops: Kernels) -> str:
     """Digest of the logits of a fixed prompt in a cache of its own."""
     count = min(_PROBE_TOKENS, decoder.max_position)
-    positions = torch.arange(count)
     batch = StepBatch(
-        token_ids=positions * 7919 % decoder.config.vocab_size,
-        positions=positions,
-        slots=positions,
-        sequences=(SequenceRows(0, count, 0, torch.zeros(1, dtype=torch.int64)),),
-        logit_rows=positions[-1:],
+        token_ids=[position * 7919 % decoder.config.vocab_size for position in range(count)],
+        sequences=(SequenceRows(0, count, 0, (0,)),),
+        logit_rows=(count - 1,),
     )
     logits = decoder.forward(batch, ops.make_cache(decoder.cache_shape(1, count)))
     return hashlib.blake2b(logits.numpy().tobytes(), digest_size=16).hexdigest()

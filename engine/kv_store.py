@@ -11,7 +11,7 @@ from collections.abc import Sequence as ListLike
 
 import torch
 
-from kernels.ops import CacheShape, Kernels
+from kernels.ops import CacheShape, Kernels, slots_of
 
 # A received frame's memory is read-only. It is only read from, which torch cannot know.
 warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
@@ -25,24 +25,18 @@ class KVStore:
         self.shape = shape
         self.cache = kernels.make_cache(shape)
 
-    def slots(self, blocks: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """Where positions [start, stop) of a sequence with these blocks lie: int64 [stop - start]."""
-        positions = torch.arange(start, stop)
-        block_tokens = self.shape.block_tokens
-        return blocks[positions // block_tokens] * block_tokens + positions % block_tokens
-
 
 class SequenceKV:
     """One sequence's KV by layer and token range, through its block table."""
 
     def __init__(self, store: KVStore, blocks: ListLike[int]) -> None:
         self._store = store
-        self._blocks = torch.tensor(blocks, dtype=torch.int64)
+        self._blocks = tuple(blocks)
 
     def read(self, layer: int, start: int, stop: int) -> memoryview:
         """Tokens [start, stop) of a layer: a fresh copy, K [T, Hkv, D] then V [T, Hkv, D], row-major."""
         store = self._store
-        values = store.kernels.read_kv(store.cache, layer, store.slots(self._blocks, start, stop))
+        values = store.kernels.read_kv(store.cache, layer, self._slots(start, stop))
         return memoryview(values.view(torch.uint8).numpy()).cast("B")
 
     def write(self, layer: int, start: int, stop: int, payload: memoryview) -> None:
@@ -50,4 +44,7 @@ class SequenceKV:
         store, shape = self._store, self._store.shape
         values = torch.frombuffer(payload, dtype=shape.dtype)
         k, v = values.view(2, stop - start, shape.kv_heads, shape.head_dim)
-        store.kernels.write_kv(store.cache, layer, store.slots(self._blocks, start, stop), k, v)
+        store.kernels.write_kv(store.cache, layer, self._slots(start, stop), k, v)
+
+    def _slots(self, start: int, stop: int) -> torch.Tensor:
+        return slots_of(self._blocks, start, stop - start, self._store.shape.block_tokens)

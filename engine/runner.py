@@ -1,4 +1,4 @@
-"""Runs a step's plan: builds the batch's tensors, calls the model, samples. Knows no queues and no owners.
+"""Runs a step's plan: builds the batch, calls the model, samples. Knows no queues and no owners.
 
 After each layer the sequences that export their KV are told, so that it can leave while the next layer computes.
 """
@@ -6,8 +6,6 @@ After each layer the sequences that export their KV are told, so that it can lea
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
 
 from engine.kv_store import KVStore
 from engine.plan import Slice, StepPlan
@@ -40,7 +38,7 @@ class Runner:
             for part in exporting:
                 part.sequence.sink.on_layer(part.sequence, layer, part.start, part.stop)
 
-        batch = self._batch(plan.slices)
+        batch = _batch(plan.slices)
         rows = self._decoder.forward(batch, self._store.cache, after_layer if exporting else None).numpy()
         sampling = [part for part in plan.slices if part.samples]
         return [
@@ -48,21 +46,14 @@ class Runner:
             for i, part in enumerate(sampling)
         ]
 
-    def _batch(self, slices: tuple[Slice, ...]) -> StepBatch:
-        token_ids: list[int] = []
-        positions, slots, sequences, logit_rows = [], [], [], []
-        for part in slices:
-            blocks = torch.tensor(part.sequence.blocks, dtype=torch.int64)
-            sequences.append(SequenceRows(len(token_ids), part.count, part.start, blocks))
-            token_ids.extend(part.sequence.token_ids[part.start : part.stop])
-            positions.append(torch.arange(part.start, part.stop))
-            slots.append(self._store.slots(blocks, part.start, part.stop))
-            if part.samples:
-                logit_rows.append(len(token_ids) - 1)
-        return StepBatch(
-            token_ids=torch.tensor(token_ids, dtype=torch.int64),
-            positions=torch.cat(positions),
-            slots=torch.cat(slots),
-            sequences=tuple(sequences),
-            logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
-        )
+
+def _batch(slices: tuple[Slice, ...]) -> StepBatch:
+    token_ids: list[int] = []
+    sequences: list[SequenceRows] = []
+    logit_rows: list[int] = []
+    for part in slices:
+        sequences.append(SequenceRows(len(token_ids), part.count, part.start, part.sequence.blocks))
+        token_ids += part.sequence.token_ids[part.start : part.stop]
+        if part.samples:
+            logit_rows.append(len(token_ids) - 1)
+    return StepBatch(token_ids, tuple(sequences), logit_rows)

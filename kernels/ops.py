@@ -5,11 +5,16 @@ input and on that sequence's KV, bit for bit. Not on how many rows there are, wh
 where a prompt was cut into chunks, where blocks lie, or how many threads compute. A position's K, V and logits are
 the same bits whether it was reached by prefill or by decode.
 
+Activations between operations are float32. A dtype is that of weights, of the KV cache and of the inputs of matrix
+products: `linear` rounds its input to its weight's dtype and accumulates in float32; K and V are rounded to the cache's
+when they are written, and q before attention.
+
 Shapes: M rows of a step, Hq query heads, Hkv key/value heads, D head size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,29 +42,89 @@ class CacheShape:
 class SequenceRows:
     """One sequence's part of a step: rows [row, row + count) are its positions [start, start + count).
 
-    `blocks`: its physical blocks in logical order, int64, enough to cover position start + count - 1.
+    `blocks`: its physical blocks in logical order, enough to cover position start + count - 1. Only read while the step
+    is computed, so it may be the owner's own list.
     """
 
     row: int
     count: int
     start: int
-    blocks: torch.Tensor
+    blocks: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """The tensors of one forward pass over M rows."""
+    """One forward pass over M rows, in plain integers: a decode step has few, and tensors would cost more than they."""
 
-    token_ids: torch.Tensor  # int64 [M]
-    positions: torch.Tensor  # int64 [M]
-    slots: torch.Tensor  # int64 [M], where each row's K and V go
+    token_ids: Sequence[int]  # [M]
     sequences: tuple[SequenceRows, ...]  # their rows partition 0..M in order
-    logit_rows: torch.Tensor  # int64 [L], ascending: the rows whose logits are wanted
+    logit_rows: Sequence[int]  # [L], ascending: the rows whose logits are wanted
+
+    def positions(self) -> torch.Tensor:
+        """Each row's position in its sequence, int64 [M]."""
+        return torch.cat([torch.arange(rows.start, rows.start + rows.count) for rows in self.sequences])
+
+    def slots(self, block_tokens: int) -> torch.Tensor:
+        """Where each row's K and V go, int64 [M]."""
+        return torch.cat([slots_of(rows.blocks, rows.start, rows.count, block_tokens) for rows in self.sequences])
+
+
+def slots_of(blocks: Sequence[int], start: int, count: int, block_tokens: int) -> torch.Tensor:
+    """The slots of positions [start, start + count) of a sequence with these blocks, int64."""
+    positions = torch.arange(start, start + count)
+    table = torch.tensor(blocks, dtype=torch.int64)
+    return table[positions // block_tokens] * block_tokens + positions % block_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParameters:
+    """One layer. Norms are float32; what is Any has been packed by the kernels."""
+
+    input_norm: torch.Tensor
+    qkv: Any
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    o: Any
+    post_attention_norm: torch.Tensor
+    gate_up: Any
+    down: Any
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderParameters:
+    """All that a decoder's pass needs beside its batch and cache. With a tied head, `head` may share the embedding's
+    memory."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    scale: float  # of attention's scores
+    cos: torch.Tensor  # float32 [max_position, D / 2]
+    sin: torch.Tensor
+    embedding: torch.Tensor
+    layers: tuple[LayerParameters, ...]
+    final_norm: torch.Tensor
+    head: Any
+
+
+AfterLayer = Callable[[int], None]
+
+
+class FusedForward(Protocol):
+    """A decoder's whole pass in one call, with the bits of the pass over the table's operations."""
+
+    def __call__(
+        self, batch: StepBatch, cache: Any, after_layer: AfterLayer | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The logits of the batch's `logit_rows`, float32 [L, vocab_size], and which of these rows are finite, bool
+        [L]. What `after_layer` raises ends the pass and is raised from here."""
+        ...
 
 
 class Kernels(Protocol):
-    """One implementation of the operations. Stateless but for what it packs; calls come from one thread,
-    except write_kv and read_kv, which may run beside them on other slots."""
+    """One implementation of the operations. Stateless but for its threads and what it packs; calls come from one
+    thread, except write_kv and read_kv, which may run beside them on other slots."""
 
     name: str
 
@@ -71,27 +136,27 @@ class Kernels(Protocol):
         """What its bits depend on besides inputs: its source, versions, instruction-set path."""
         ...
 
+    def set_threads(self, count: int) -> None:
+        """Compute with `count` threads from now on. Shows in no bit."""
+        ...
+
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
-        """Take over a linear's weight [N, K] and bias [N] in the form that `linear` wants.
+        """Take over a linear's weight [N, K], and bias [N] in float32, in the form that `linear` wants.
 
         It may share the weight's memory: read it further, but do not change it.
         """
         ...
 
     def linear(self, x: torch.Tensor, packed: Any) -> torch.Tensor:
-        """[M, K] -> [M, N], accumulated in fp32, rounded to x's dtype once."""
-        ...
-
-    def logits(self, x: torch.Tensor, packed: Any) -> torch.Tensor:
-        """[L, K] -> [L, N] in fp32, not rounded."""
+        """float32 [M, K] -> [M, N]: x rounded to the weight's dtype, accumulated in float32, not rounded."""
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """x [..., D] over its last dimension, times weight [D]; in fp32 inside."""
+        """x [..., D] over its last dimension, times weight [D]."""
         ...
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """[M, 2 I] -> [M, I]: silu(first half) * second half, in fp32 inside."""
+        """[M, 2 I] -> [M, I]: silu(first half) * second half."""
         ...
 
     def rotary(self, x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -103,16 +168,21 @@ class Kernels(Protocol):
         ...
 
     def write_kv(self, cache: Any, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Put k and v [T, Hkv, D] into slots [T] of a layer."""
+        """Round k and v [T, Hkv, D] to the cache's dtype and put them into slots [T] of a layer."""
         ...
 
     def read_kv(self, cache: Any, layer: int, slots: torch.Tensor) -> torch.Tensor:
-        """The canonical form of slots [T]: a new contiguous [2, T, Hkv, D], K first."""
+        """The canonical form of slots [T]: a new contiguous [2, T, Hkv, D], K first, in the cache's dtype."""
         ...
 
     def attention(
         self, q: torch.Tensor, cache: Any, layer: int, sequences: tuple[SequenceRows, ...], scale: float
     ) -> torch.Tensor:
-        """Causal attention of q [M, Hq, D] over each sequence's cached K and V (its own rows' included, which
-        must have been written before) -> [M, Hq, D]. Unused slots may hold anything, NaN included."""
+        """Causal attention of q [M, Hq, D], rounded to the cache's dtype, over each sequence's cached K and V (its own
+        rows' included, which must have been written before) -> [M, Hq, D]. Unused slots may hold anything, NaN
+        included."""
+        ...
+
+    def fuse(self, parameters: DecoderParameters) -> FusedForward | None:
+        """The whole pass in one call; None: there is none, go operation by operation."""
         ...

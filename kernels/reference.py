@@ -9,8 +9,8 @@ things are behind that, and each has one answer here:
 * Transcendental functions may use other code for a short tail, or where threads split the work. The only one here is
   exp, and it runs on flat tiles of whole vectors, below the size at which torch starts threads.
 
-Everything else is elementwise arithmetic and maxima, which are exact in any order. All of it is float32 inside and
-rounded once, to the input's dtype. This module does not know models, blocks' owners or devices other than the CPU.
+Everything else is elementwise arithmetic and maxima, which are exact in any order. All of it is float32. This module
+does not know models, blocks' owners or devices other than the CPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 import xxhash
 
-from kernels.ops import CacheShape, SequenceRows
+from kernels.ops import CacheShape, DecoderParameters, SequenceRows, slots_of
 
 SLAB_ROWS = 16  # rows of every matrix product
 KV_TILE = 256  # tokens of K and V that attention reduces at once, counted from position 0
@@ -39,8 +39,10 @@ MASKED = -(2.0**100)
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """A linear's weight, float32, padded with zeros to multiples of PAD: [N', K'], and its bias [N]."""
+    """A linear's weight, float32, padded with zeros to multiples of PAD: [N', K'], and its bias [N]. `dtype`: what it
+    was before, to which inputs are rounded."""
 
+    dtype: torch.dtype
     weight: torch.Tensor
     bias: torch.Tensor | None
     out_features: int
@@ -69,24 +71,24 @@ class ReferenceKernels:
         build = xxhash.xxh3_64_hexdigest(torch.__config__.show().encode())
         return f"reference-{source}/torch-{torch.__version__}-{build}/{torch.backends.cpu.get_cpu_capability()}"
 
+    def set_threads(self, count: int) -> None:
+        torch.set_num_threads(count)
+
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
         """Shares the memory of a weight that has the wanted form already (float32, aligned, no padding needed); any
         other is copied, so bfloat16 weights take twice their size."""
         out_features, in_features = weight.shape
-        shape = (_rounded_up(out_features, PAD), _rounded_up(in_features, PAD))
+        shape, dtype = (_rounded_up(out_features, PAD), _rounded_up(in_features, PAD)), weight.dtype
         if not _is_packed(weight, shape):
             padded = torch.zeros(shape)
             padded[:out_features, :in_features] = weight
             weight = padded
-        return PackedLinear(weight, None if bias is None else bias.float(), out_features, in_features)
+        return PackedLinear(dtype, weight, None if bias is None else bias.float(), out_features, in_features)
 
     def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
-        return self.logits(x, packed).to(x.dtype)
-
-    def logits(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
         rows = x.shape[0]
         slabs = torch.zeros(_rounded_up(rows, SLAB_ROWS), packed.weight.shape[1])
-        slabs[:rows, : packed.in_features] = x
+        slabs[:rows, : packed.in_features] = x.to(packed.dtype)
         product = torch.empty(slabs.shape[0], packed.weight.shape[0])
         for slab, result in zip(slabs.split(SLAB_ROWS), product.split(SLAB_ROWS), strict=True):
             torch.mm(slab, packed.weight.t(), out=result)
@@ -94,20 +96,18 @@ class ReferenceKernels:
         return product.contiguous() if packed.bias is None else product + packed.bias
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        values = x.float()
-        mean_square = _row_sum(values * values) / x.shape[-1]
-        return (values / torch.sqrt(mean_square + eps) * weight.float()).to(x.dtype)
+        mean_square = _row_sum(x * x) / x.shape[-1]
+        return x / torch.sqrt(mean_square + eps) * weight
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.float().chunk(2, dim=-1)
-        return (gate / _exp_(-gate).add_(1.0) * up).to(gate_up.dtype)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return gate / _exp_(-gate).add_(1.0) * up
 
     def rotary(self, x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """The form of Llama and Qwen: dimension i turns together with dimension i + D / 2."""
         cos, sin = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
-        first, second = x.float().chunk(2, dim=-1)
-        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-        return turned.to(x.dtype)
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
     def make_cache(self, shape: CacheShape) -> ReferenceCache:
         slot_count = shape.block_count * shape.block_tokens
@@ -117,8 +117,8 @@ class ReferenceKernels:
     def write_kv(
         self, cache: ReferenceCache, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> None:
-        cache.k[layer].index_copy_(0, slots, k)
-        cache.v[layer].index_copy_(0, slots, v)
+        cache.k[layer].index_copy_(0, slots, k.to(cache.shape.dtype))
+        cache.v[layer].index_copy_(0, slots, v.to(cache.shape.dtype))
 
     def read_kv(self, cache: ReferenceCache, layer: int, slots: torch.Tensor) -> torch.Tensor:
         return torch.stack((cache.k[layer].index_select(0, slots), cache.v[layer].index_select(0, slots)))
@@ -137,8 +137,9 @@ class ReferenceKernels:
         bits. A tile beyond a row's position adds exact zeros to it, so it does not matter that slab neighbours
         need that tile.
         """
-        slabs = _Slabs.cut(q, sequences, cache.shape.kv_heads)
-        slots = [_slots(rows, cache.shape.block_tokens) for rows in sequences]
+        slabs = _Slabs.cut(q.to(cache.shape.dtype), sequences, cache.shape.kv_heads)
+        block_tokens = cache.shape.block_tokens
+        slots = [slots_of(rows.blocks, 0, rows.start + rows.count, block_tokens) for rows in sequences]
         softmax = _RunningSoftmax(slabs.queries)
         for tile_start in range(0, max(slabs.last_positions) + 1, KV_TILE):
             seeing = [slab for slab, last in enumerate(slabs.last_positions) if last >= tile_start]
@@ -157,6 +158,9 @@ class ReferenceKernels:
                 torch.bmm(weight, v, out=result)
             softmax.add(index, weighted)
         return slabs.uncut(softmax.result(), sequences, q)
+
+    def fuse(self, parameters: DecoderParameters) -> None:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +191,7 @@ class _Slabs:
         return cls(torch.cat(queries).contiguous(), all_positions, tuple(owners), last)
 
     def uncut(self, result: torch.Tensor, sequences: tuple[SequenceRows, ...], q: torch.Tensor) -> torch.Tensor:
-        """Put [S, Hkv, SLAB_ROWS, D'] back into q's shape and dtype."""
+        """Put [S, Hkv, SLAB_ROWS, D'] back into q's shape."""
         kv_heads = result.shape[1]
         group, head_dim = q.shape[1] // kv_heads, q.shape[2]
         out = torch.empty_like(q)
@@ -227,12 +231,6 @@ class _RunningSoftmax:
     def result(self) -> torch.Tensor:
         # Adding zero turns -0 into +0: whether a masked tile was added to a row must not show in a zero's sign.
         return self._weighted / self._total + 0.0
-
-
-def _slots(rows: SequenceRows, block_tokens: int) -> torch.Tensor:
-    """Where the sequence's tokens lie, from position 0 to its last row's."""
-    tokens = torch.arange(rows.start + rows.count)
-    return rows.blocks[tokens // block_tokens] * block_tokens + tokens % block_tokens
 
 
 def _tiles(values: torch.Tensor, slots_of_slabs: list[torch.Tensor], tile_start: int) -> Iterator[torch.Tensor]:

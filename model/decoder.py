@@ -1,40 +1,40 @@
-"""One decoder for the Llama, Qwen2 and Qwen3 families; their differences are data in ModelConfig.
+"""One decoder for the Llama, Qwen2 and Qwen3 families; their differences are data in its parameters.
 
 A forward pass writes each layer's K and V into the cache before it attends, so that a row sees its own position
-through the cache whatever phase it belongs to. The decoder keeps no state between passes and knows no requests,
-blocks or sampling: `kernels.ops.StepBatch` says which rows stand where.
+through the cache whatever phase it belongs to. `forward_by_operations` is the pass to read; kernels that have it in one
+call give the same bits. The decoder keeps no state between passes and knows no requests, blocks or sampling:
+`kernels.ops.StepBatch` says which rows stand where.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kernels.ops import CacheShape, Kernels, StepBatch
+from kernels.ops import AfterLayer, CacheShape, DecoderParameters, Kernels, LayerParameters, StepBatch
 from model.config import ModelConfig
-from model.parameters import LayerParameters, Parameters, load_parameters
-from model.rotary import rotary_tables
+from model.parameters import load_parameters
 from pdserve.errors import InternalError
 
 
 class Decoder:
     """Parameters and the pass over them.
 
-    `config`: the checkpoint's shape. `dtype`: of activations and of K and V. `max_position`: positions
-    [0, max_position) can be computed.
+    `config`: the checkpoint's shape. `dtype`: of weights and of K and V. `max_position`: positions [0, max_position)
+    can be computed.
     """
 
-    def __init__(self, config: ModelConfig, parameters: Parameters, kernels: Kernels, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, parameters: DecoderParameters, kernels: Kernels, dtype: torch.dtype
+    ) -> None:
         self.config = config
         self.kernels = kernels
         self.dtype = dtype
         self.max_position = config.max_position
         self._parameters = parameters
-        self._cos, self._sin = rotary_tables(config.rope, config.head_dim, config.max_position)
-        self._scale = config.head_dim**-0.5
+        self._fused = kernels.fuse(parameters)
 
     @classmethod
     def load(cls, directory: Path, kernels: Kernels, dtype: torch.dtype) -> Decoder:
@@ -47,46 +47,56 @@ class Decoder:
         config = self.config
         return CacheShape(config.layer_count, block_count, block_tokens, config.kv_heads, config.head_dim, self.dtype)
 
-    def forward(self, batch: StepBatch, cache: Any, after_layer: Callable[[int], None] | None = None) -> torch.Tensor:
+    def forward(self, batch: StepBatch, cache: Any, after_layer: AfterLayer | None = None) -> torch.Tensor:
         """Compute every row of `batch`; returns the logits of its `logit_rows`, float32 [L, vocab_size].
 
         `after_layer(layer)` is called as soon as that layer's K and V of all rows are in `cache`, before its
         attention: they can leave while the rest of the layer and the next ones are computed. Raises InternalError
         naming the rows if logits are not finite.
         """
-        kernels, config, parameters = self.kernels, self.config, self._parameters
-        x = parameters.embedding[batch.token_ids]
+        if self._fused is None:
+            return self.forward_by_operations(batch, cache, after_layer)
+        logits, finite = self._fused(batch, cache, after_layer)
+        _refuse_unless(finite, batch)
+        return logits
+
+    def forward_by_operations(
+        self, batch: StepBatch, cache: Any, after_layer: AfterLayer | None = None
+    ) -> torch.Tensor:
+        """As `forward`, one operation of the kernels at a time."""
+        kernels, parameters = self.kernels, self._parameters
+        eps, positions, slots = parameters.rms_norm_eps, batch.positions(), batch.slots(cache.shape.block_tokens)
+        x = parameters.embedding[torch.tensor(batch.token_ids)].float()
         for index, layer in enumerate(parameters.layers):
-            hidden = kernels.rms_norm(x, layer.input_norm, config.rms_norm_eps)
-            q, k, v = self._qkv(layer, hidden, batch.positions)
-            kernels.write_kv(cache, index, batch.slots, k, v)
+            q, k, v = self._qkv(layer, kernels.rms_norm(x, layer.input_norm, eps), positions)
+            kernels.write_kv(cache, index, slots, k, v)
             if after_layer is not None:
                 after_layer(index)
-            attended = kernels.attention(q, cache, index, batch.sequences, self._scale)
+            attended = kernels.attention(q, cache, index, batch.sequences, parameters.scale)
             x = x + kernels.linear(attended.flatten(1), layer.o)
-            hidden = kernels.rms_norm(x, layer.post_attention_norm, config.rms_norm_eps)
+            hidden = kernels.rms_norm(x, layer.post_attention_norm, eps)
             x = x + kernels.linear(kernels.silu_mul(kernels.linear(hidden, layer.gate_up)), layer.down)
-        x = kernels.rms_norm(x[batch.logit_rows], parameters.final_norm, config.rms_norm_eps)
-        logits = kernels.logits(x, parameters.head)
-        _check_finite(logits, batch.logit_rows)
+        x = x[torch.tensor(batch.logit_rows, dtype=torch.int64)]
+        logits = kernels.linear(kernels.rms_norm(x, parameters.final_norm, eps), parameters.head)
+        _refuse_unless(torch.isfinite(logits).all(dim=-1), batch)
         return logits
 
     def _qkv(
         self, layer: LayerParameters, hidden: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q [M, Hq, D] and k, v [M, Hkv, D], q and k normed (where the family does) and turned."""
-        kernels, config = self.kernels, self.config
-        merged = kernels.linear(hidden, layer.qkv).unflatten(1, (-1, config.head_dim))
-        q, k, v = merged.split((config.heads, config.kv_heads, config.kv_heads), dim=1)
+        kernels, parameters = self.kernels, self._parameters
+        merged = kernels.linear(hidden, layer.qkv).unflatten(1, (-1, parameters.head_dim))
+        q, k, v = merged.split((parameters.heads, parameters.kv_heads, parameters.kv_heads), dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
-            q = kernels.rms_norm(q, layer.q_norm, config.rms_norm_eps)
-            k = kernels.rms_norm(k, layer.k_norm, config.rms_norm_eps)
-        q = kernels.rotary(q, positions, self._cos, self._sin)
-        k = kernels.rotary(k, positions, self._cos, self._sin)
+            q = kernels.rms_norm(q, layer.q_norm, parameters.rms_norm_eps)
+            k = kernels.rms_norm(k, layer.k_norm, parameters.rms_norm_eps)
+        q = kernels.rotary(q, positions, parameters.cos, parameters.sin)
+        k = kernels.rotary(k, positions, parameters.cos, parameters.sin)
         return q, k, v
 
 
-def _check_finite(logits: torch.Tensor, rows: torch.Tensor) -> None:
-    finite = torch.isfinite(logits).all(dim=-1)
+def _refuse_unless(finite: torch.Tensor, batch: StepBatch) -> None:
     if not finite.all():
-        raise InternalError(f"logits are not finite in rows {rows[~finite].tolist()} of the step")
+        rows = [row for row, good in zip(batch.logit_rows, finite.tolist(), strict=True) if not good]
+        raise InternalError(f"logits are not finite in rows {rows} of the step")

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from kernels.ops import Kernels
+from kernels.ops import DecoderParameters, Kernels, LayerParameters
 from model.config import ModelConfig
+from model.rotary import rotary_tables
 from model.weights import iterate_weights
 from pdserve.errors import ConfigError
 
@@ -24,32 +25,8 @@ _HEAD = "lm_head"
 _RECOMPUTED_SUFFIX = ".rotary_emb.inv_freq"  # old checkpoints carry these buffers
 
 
-@dataclass(frozen=True, slots=True)
-class LayerParameters:
-    """One layer. What is Any has been packed by the kernels."""
-
-    input_norm: torch.Tensor
-    qkv: Any
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    o: Any
-    post_attention_norm: torch.Tensor
-    gate_up: Any
-    down: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Parameters:
-    """The whole decoder. With a tied head, `head` may share the embedding's memory."""
-
-    embedding: torch.Tensor
-    layers: tuple[LayerParameters, ...]
-    final_norm: torch.Tensor
-    head: Any
-
-
-def load_parameters(directory: Path, config: ModelConfig, kernels: Kernels, dtype: torch.dtype) -> Parameters:
-    """Read and convert all tensors of a checkpoint.
+def load_parameters(directory: Path, config: ModelConfig, kernels: Kernels, dtype: torch.dtype) -> DecoderParameters:
+    """Read all tensors of a checkpoint; matrices become `dtype`, norms and biases float32.
 
     Raises ConfigError for a tensor that is missing, left over, or of another shape than the config says.
     """
@@ -93,21 +70,29 @@ class _Assembly:
             return
         self._check(name, tensor)
         del self._awaited[name]
-        self._held[name] = tensor.to(self._dtype, copy=True)
+        self._held[name] = tensor.to(self._dtype if tensor.dim() == 2 else torch.float32, copy=True)
         key = self._linear_of.get(name)
         if key is not None and not self._linears[key].shapes().keys() - self._held.keys():
             self._pack(key)
 
-    def finish(self) -> Parameters:
+    def finish(self) -> DecoderParameters:
         if self._awaited:
             missing = sorted(self._awaited)
             raise ConfigError(f"{self._directory}: {len(missing)} tensors are missing, the first is {missing[0]}")
-        embedding = self._held[_EMBEDDING]
-        return Parameters(
+        config, embedding = self._config, self._held[_EMBEDDING]
+        cos, sin = rotary_tables(config.rope, config.head_dim, config.max_position)
+        return DecoderParameters(
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            rms_norm_eps=config.rms_norm_eps,
+            scale=config.head_dim**-0.5,
+            cos=cos,
+            sin=sin,
             embedding=embedding,
-            layers=tuple(self._layer(index) for index in range(self._config.layer_count)),
+            layers=tuple(self._layer(index) for index in range(config.layer_count)),
             final_norm=self._held[_FINAL_NORM],
-            head=self._kernels.pack(embedding, None) if self._config.tied_head else self._packed[_HEAD],
+            head=self._kernels.pack(embedding, None) if config.tied_head else self._packed[_HEAD],
         )
 
     def _check(self, name: str, tensor: torch.Tensor) -> None:

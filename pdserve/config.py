@@ -15,7 +15,8 @@ from typing import Any
 from pdserve.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16")
-KERNELS = ("auto", "reference")
+KERNELS = ("auto", "cpu", "reference")
+CPU_PATHS = ("auto", "amx", "avx512", "avx2", "portable")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +25,9 @@ class ModelConfig:
 
     path: str = ""
     name: str = ""  # what clients call it; default: the directory's name
-    dtype: str = "auto"  # of weights, activations and KV
+    dtype: str = "auto"  # of weights and KV
     kernels: str = "auto"
+    cpu_path: str = "auto"  # the instruction set of the CPU kernels; auto: the best that the machine has
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,7 @@ class Config:
         for name, value, allowed in (
             ("model.dtype", self.model.dtype, DTYPES),
             ("model.kernels", self.model.kernels, KERNELS),
+            ("model.cpu_path", self.model.cpu_path, CPU_PATHS),
             ("logging.level", self.logging.level, ("debug", "info", "warning", "error")),
         ):
             if value not in allowed:

@@ -99,8 +99,8 @@ def test_a_prefill_lost_in_mid_transfer_costs_no_bit(llama, steps, with_spare):
 def test_preempted_sequences_give_the_bits_of_undisturbed_ones(llama):
     params = SamplingParams(temperature=0.9, seed=4, max_tokens=120, ignore_eos=True)
     engine = make_engine(llama, kv_cache_mb=1, block_tokens=16)
-    assert 5 * 800 < engine.limits.pool_tokens < 5 * 900
-    jobs = [Job(prompt(800, seed=i), params) for i in range(5)]
+    count = -(-engine.limits.pool_tokens // 880)  # their prompts have room, but not all of their outputs
+    jobs = [Job(prompt(800, seed=i), params) for i in range(count)]
     preemptions = []
     give_back = engine._pool.give_back
     engine._pool.give_back = lambda owner: preemptions.append(owner) or give_back(owner)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernels import CacheShape, Kernels, SequenceRows
-from support.steps import slots_of, torch_threads
+from kernels.ops import slots_of
 
 NAN = float("nan")
 LENGTH = 530  # two whole tiles of the reference and a part of one
@@ -17,11 +17,12 @@ LENGTH = 530  # two whole tiles of the reference and a part of one
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A sequence's Q, K and V: [LENGTH, heads, D]."""
+    """A sequence's Q, K and V: [LENGTH, heads, D], all of them values that `dtype`, the cache's, can hold."""
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+    dtype: torch.dtype
 
     @property
     def scale(self) -> float:
@@ -33,8 +34,8 @@ def make_case(
 ) -> Case:
     generator = torch.Generator().manual_seed(seed)
     sizes = (kv_heads * group, kv_heads, kv_heads)
-    q, k, v = (torch.randn(LENGTH, heads, head_dim, generator=generator).to(dtype) for heads in sizes)
-    return Case(3.0 * q, k, v)
+    q, k, v = (torch.randn(LENGTH, heads, head_dim, generator=generator) for heads in sizes)
+    return Case(*(tensor.to(dtype).float() for tensor in (3.0 * q, k, v)), dtype)
 
 
 class Cache:
@@ -46,15 +47,15 @@ class Cache:
         per_sequence = -(-LENGTH // block_tokens)
         block_count = per_sequence * sequences + 3
         kv_heads, head_dim = case.k.shape[1:]
-        self.cache: Any = kernels.make_cache(CacheShape(1, block_count, block_tokens, kv_heads, head_dim, case.k.dtype))
+        self.cache: Any = kernels.make_cache(CacheShape(1, block_count, block_tokens, kv_heads, head_dim, case.dtype))
         slot_count = block_count * block_tokens
-        poison = torch.full((slot_count, kv_heads, head_dim), NAN, dtype=case.k.dtype)
+        poison = torch.full((slot_count, kv_heads, head_dim), NAN)
         kernels.write_kv(self.cache, 0, torch.arange(slot_count), poison, poison)
         shuffled = torch.randperm(block_count, generator=torch.Generator().manual_seed(block_tokens))
-        self.blocks = shuffled[: per_sequence * sequences].view(sequences, per_sequence)
+        self.blocks = shuffled[: per_sequence * sequences].view(sequences, per_sequence).tolist()
 
     def write(self, case: Case, start: int, stop: int, sequence: int = 0) -> None:
-        slots = slots_of(self.blocks[sequence], torch.arange(start, stop), self.block_tokens)
+        slots = slots_of(self.blocks[sequence], start, stop - start, self.block_tokens)
         self.kernels.write_kv(self.cache, 0, slots, case.k[start:stop], case.v[start:stop])
 
     def attend(self, case: Case, start: int, stop: int) -> torch.Tensor:
@@ -69,7 +70,10 @@ def whole(kernels: Kernels, case: Case, block_tokens: int = 32) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("kv_heads", "group", "head_dim"), [(2, 1, 16), (1, 3, 20), (3, 3, 64), (2, 4, 8)])
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "head_dim"),
+    [(2, 1, 16), (1, 3, 20), (3, 3, 64), (2, 4, 8), (1, 4, 128), (1, 1, 80), (2, 3, 32), (1, 40, 8)],
+)
 def test_values_are_those_of_a_float64_softmax(
     kernels: Kernels, kv_heads: int, group: int, head_dim: int, dtype: torch.dtype
 ) -> None:
@@ -104,7 +108,7 @@ def test_decode_steps_give_the_bits_of_prefill(kernels: Kernels, group: int, dty
             assert torch.equal(cache.attend(case, position, position + 1), wanted[position : position + 1]), position
 
 
-@pytest.mark.parametrize("block_tokens", [1, 16, 48])
+@pytest.mark.parametrize("block_tokens", [1, 16, 40, 64])
 def test_block_size_and_placement_do_not_show(kernels: Kernels, block_tokens: int) -> None:
     case = make_case()
     assert torch.equal(whole(kernels, case, block_tokens), whole(kernels, case, 32))
@@ -117,9 +121,9 @@ def test_the_thread_count_does_not_show(kernels: Kernels, threads: int, kv_heads
     wanted = whole(kernels, case)
     cache = Cache(kernels, case)
     cache.write(case, 0, LENGTH)
-    with torch_threads(threads):
-        assert torch.equal(cache.attend(case, 0, LENGTH), wanted)
-        assert torch.equal(cache.attend(case, LENGTH - 1, LENGTH), wanted[-1:])
+    kernels.set_threads(threads)
+    assert torch.equal(cache.attend(case, 0, LENGTH), wanted)
+    assert torch.equal(cache.attend(case, LENGTH - 1, LENGTH), wanted[-1:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -141,10 +145,10 @@ def test_a_sequence_in_a_mixed_batch_has_the_bits_it_has_alone(kernels: Kernels,
 
 def test_large_scores_neither_overflow_nor_leak_from_the_future(kernels: Kernels) -> None:
     case = make_case()
-    loud = Case(1000.0 * case.q, case.k, case.v)
+    loud = Case(1000.0 * case.q, case.k, case.v, case.dtype)
     attended = whole(kernels, loud)
     assert torch.isfinite(attended).all()
-    changed = Case(loud.q, loud.k.clone(), loud.v.clone())
+    changed = Case(loud.q, loud.k.clone(), loud.v.clone(), case.dtype)
     changed.k[300:] *= -7.0
     changed.v[300:] += 100.0
     assert torch.equal(whole(kernels, changed)[:300], attended[:300])
@@ -152,7 +156,7 @@ def test_large_scores_neither_overflow_nor_leak_from_the_future(kernels: Kernels
 
 def test_a_sequence_is_not_harmed_by_a_neighbour_whose_kv_is_not_finite(kernels: Kernels) -> None:
     case = make_case()
-    ill = Case(case.q, case.k, case.v.clone())
+    ill = Case(case.q, case.k, case.v.clone(), case.dtype)
     ill.v[100:] = NAN
     cache = Cache(kernels, case, sequences=2)
     cache.write(ill, 0, 200, sequence=0)

@@ -4,7 +4,15 @@ from collections.abc import Iterator
 
 import pytest
 
+from kernels import Kernels
+from support.kernels import IMPLEMENTATIONS, make_kernels
 from support.steps import torch_threads
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    """Every implementation that this machine can run: the contract is one for all."""
+    return make_kernels(request.param)
 
 
 @pytest.fixture(autouse=True)

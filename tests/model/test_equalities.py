@@ -9,21 +9,22 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import select
+from kernels import Kernels
+from kernels.ops import StepBatch, slots_of
 from model.decoder import Decoder
 from pdserve.errors import InternalError
 from support.checkpoints import Family, TinyShape, write_tiny_checkpoint
-from support.steps import Part, slots_of, step, torch_threads
+from support.steps import Part, step
 
 LENGTH = 300  # more than one tile of attention
 PROMPT = torch.randint(0, 257, (LENGTH,), generator=torch.Generator().manual_seed(9)).tolist()
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def load(directory: Path, dtype: torch.dtype, family: Family = "qwen3") -> Decoder:
+def load(kernels: Kernels, directory: Path, dtype: torch.dtype, family: Family = "qwen3") -> Decoder:
     # Three query heads a group, a head size that is not hidden size / heads, no dimension a multiple of 16.
     shape = TinyShape(hidden_size=72, intermediate_size=100, heads=6, kv_heads=2, head_dim=20)
-    return Decoder.load(write_tiny_checkpoint(directory, family, shape=shape), select("reference"), dtype)
+    return Decoder.load(write_tiny_checkpoint(directory, family, shape=shape), kernels, dtype)
 
 
 class Sequences:
@@ -40,17 +41,17 @@ class Sequences:
         for layer in range(shape.layer_count):
             decoder.kernels.write_kv(self.cache, layer, slots, poison, poison)
         order = torch.randperm(shape.block_count, generator=torch.Generator().manual_seed(block_tokens))
-        self.blocks = order[: per_sequence * count].view(count, per_sequence)
+        self.blocks = order[: per_sequence * count].view(count, per_sequence).tolist()
 
     def part(self, start: int, stop: int, sequence: int = 0, prompt: Sequence[int] = PROMPT) -> Part:
         return Part(prompt[start:stop], start, self.blocks[sequence])
 
     def forward(self, *parts: Part) -> torch.Tensor:
-        return self.decoder.forward(step(*parts, block_tokens=self.block_tokens), self.cache)
+        return self.decoder.forward(step(*parts), self.cache)
 
     def kv(self, start: int, stop: int, sequence: int = 0) -> torch.Tensor:
         """[layer, 2, tokens, Hkv, D]."""
-        slots = slots_of(self.blocks[sequence], torch.arange(start, stop), self.block_tokens)
+        slots = slots_of(self.blocks[sequence], start, stop - start, self.block_tokens)
         layers = range(self.decoder.config.layer_count)
         return torch.stack([self.decoder.kernels.read_kv(self.cache, layer, slots) for layer in layers])
 
@@ -64,8 +65,10 @@ def whole(decoder: Decoder, prompt: Sequence[int] = PROMPT) -> tuple[torch.Tenso
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chunk", [1, 7, 64, 133])
-def test_chunks_give_the_bits_of_the_whole_prompt(tmp_path: Path, chunk: int, dtype: torch.dtype) -> None:
-    decoder = load(tmp_path, dtype)
+def test_chunks_give_the_bits_of_the_whole_prompt(
+    kernels: Kernels, tmp_path: Path, chunk: int, dtype: torch.dtype
+) -> None:
+    decoder = load(kernels, tmp_path, dtype)
     wanted, wanted_kv = whole(decoder)
     sequences = Sequences(decoder)
     for start in range(0, LENGTH, chunk):
@@ -77,13 +80,13 @@ def test_chunks_give_the_bits_of_the_whole_prompt(tmp_path: Path, chunk: int, dt
 
 @pytest.mark.parametrize("block_tokens", [1, 16])
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_neither_block_size_nor_threads_show(tmp_path: Path, block_tokens: int, threads: int) -> None:
-    decoder = load(tmp_path, torch.float32)
+def test_neither_block_size_nor_threads_show(kernels: Kernels, tmp_path: Path, block_tokens: int, threads: int) -> None:
+    decoder = load(kernels, tmp_path, torch.float32)
     wanted, wanted_kv = whole(decoder)
     sequences = Sequences(decoder, block_tokens=block_tokens)
-    with torch_threads(threads):
-        logits = sequences.forward(sequences.part(0, 290))
-        decoded = [sequences.forward(sequences.part(p, p + 1)) for p in range(290, LENGTH)]
+    kernels.set_threads(threads)
+    logits = sequences.forward(sequences.part(0, 290))
+    decoded = [sequences.forward(sequences.part(p, p + 1)) for p in range(290, LENGTH)]
     assert torch.equal(torch.cat([logits, *decoded]), wanted)
     assert torch.equal(sequences.kv(0, LENGTH), wanted_kv)
 
@@ -91,9 +94,9 @@ def test_neither_block_size_nor_threads_show(tmp_path: Path, block_tokens: int, 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_a_sequence_in_a_mixed_batch_has_the_bits_it_has_alone(
-    tmp_path: Path, family: Family, dtype: torch.dtype
+    kernels: Kernels, tmp_path: Path, family: Family, dtype: torch.dtype
 ) -> None:
-    decoder = load(tmp_path, dtype, family)
+    decoder = load(kernels, tmp_path, dtype, family)
     ranges = [(299, 300), (0, 40), (255, 257), (256, 257), (70, 203), (0, 1)]
     prompts = [PROMPT[index:] + PROMPT[:index] for index in range(len(ranges))]
     sequences = Sequences(decoder, count=len(ranges))
@@ -111,20 +114,18 @@ def test_a_sequence_in_a_mixed_batch_has_the_bits_it_has_alone(
         row += stop - start
 
 
-def test_only_the_wanted_rows_have_logits(tmp_path: Path) -> None:
-    decoder = load(tmp_path, torch.float32)
+def test_only_the_wanted_rows_have_logits(kernels: Kernels, tmp_path: Path) -> None:
+    decoder = load(kernels, tmp_path, torch.float32)
     sequences = Sequences(decoder)
     wanted = sequences.forward(sequences.part(0, 50))
-    batch = step(sequences.part(0, 50), block_tokens=32)
+    batch = step(sequences.part(0, 50))
     for rows in ([49], [0, 7, 33], []):
-        some = type(batch)(
-            batch.token_ids, batch.positions, batch.slots, batch.sequences, torch.tensor(rows, dtype=torch.int64)
-        )
+        some = StepBatch(batch.token_ids, batch.sequences, rows)
         assert torch.equal(decoder.forward(some, sequences.cache), wanted[rows])
 
 
-def test_a_layer_is_announced_when_its_kv_is_complete_and_before_the_next(tmp_path: Path) -> None:
-    decoder = load(tmp_path, torch.float32)
+def test_a_layer_is_announced_when_its_kv_is_complete_and_before_the_next(kernels: Kernels, tmp_path: Path) -> None:
+    decoder = load(kernels, tmp_path, torch.float32)
     _, wanted = whole(decoder)
     sequences = Sequences(decoder)
     heard: list[tuple[int, bool, bool]] = []
@@ -134,16 +135,16 @@ def test_a_layer_is_announced_when_its_kv_is_complete_and_before_the_next(tmp_pa
         later_untouched = bool(kv[layer + 1 :].isnan().all())
         heard.append((layer, torch.equal(kv[layer], wanted[layer]), later_untouched))
 
-    batch = step(sequences.part(0, LENGTH), block_tokens=32)
+    batch = step(sequences.part(0, LENGTH))
     decoder.forward(batch, sequences.cache, after_layer)
     assert heard == [(0, True, True), (1, True, True)]
 
 
-def test_logits_that_are_not_finite_are_an_error_that_names_the_rows(tmp_path: Path) -> None:
-    sequences = Sequences(load(tmp_path, torch.float32), count=2)
+def test_logits_that_are_not_finite_are_an_error_that_names_the_rows(kernels: Kernels, tmp_path: Path) -> None:
+    sequences = Sequences(load(kernels, tmp_path, torch.float32), count=2)
     sequences.forward(sequences.part(0, 8), sequences.part(0, 4, 1))
-    block = sequences.blocks[1, 0]
+    slot = torch.tensor([32 * sequences.blocks[1][0]])
     poison = torch.full((1, 2, 20), float("inf"))
-    sequences.decoder.kernels.write_kv(sequences.cache, 0, block.view(1) * 32, poison, poison)
+    sequences.decoder.kernels.write_kv(sequences.cache, 0, slot, poison, poison)
     with pytest.raises(InternalError, match=r"rows \[2, 3\]"):
         sequences.forward(sequences.part(8, 10), sequences.part(4, 6, 1))

@@ -88,10 +88,10 @@ class Ours:
         self.decoder = Decoder.load(directory, select("reference"), torch.float32)
         block_count = -(-length // BLOCK_TOKENS)
         self.cache = self.decoder.kernels.make_cache(self.decoder.cache_shape(block_count, BLOCK_TOKENS))
-        self.blocks = torch.arange(block_count).flip(0)
+        self.blocks = range(block_count)[::-1]
 
     def logits(self, ids: list[int], start: int) -> torch.Tensor:
-        return self.decoder.forward(step(Part(ids, start, self.blocks), block_tokens=BLOCK_TOKENS), self.cache)
+        return self.decoder.forward(step(Part(ids, start, self.blocks)), self.cache)
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
         output = [int(self.logits(prompt, 0)[-1].argmax())]

@@ -26,7 +26,7 @@ def load(directory: Path, dtype: torch.dtype = torch.float32) -> Decoder:
 
 def logits(decoder: Decoder) -> torch.Tensor:
     cache = decoder.kernels.make_cache(decoder.cache_shape(1, 16))
-    return decoder.forward(step(Part([1, 2, 3], 0, torch.tensor([0])), block_tokens=16), cache)
+    return decoder.forward(step(Part([1, 2, 3], 0, [0])), cache)
 
 
 def edit_tensors(directory: Path, edit: Callable[[Tensors], object]) -> None:

@@ -17,24 +17,17 @@ class Part:
 
     tokens: Sequence[int]
     start: int
-    blocks: torch.Tensor
+    blocks: Sequence[int]
 
 
-def slots_of(blocks: torch.Tensor, positions: torch.Tensor, block_tokens: int) -> torch.Tensor:
-    """The slots of a sequence's positions."""
-    return blocks[positions // block_tokens] * block_tokens + positions % block_tokens
-
-
-def step(*parts: Part, block_tokens: int) -> StepBatch:
+def step(*parts: Part) -> StepBatch:
     """A step over `parts`, in this order, that wants the logits of every row."""
-    sequences, positions, slots, row = [], [], [], 0
+    sequences: list[SequenceRows] = []
+    token_ids: list[int] = []
     for part in parts:
-        sequences.append(SequenceRows(row, len(part.tokens), part.start, part.blocks))
-        positions.append(torch.arange(part.start, part.start + len(part.tokens)))
-        slots.append(slots_of(part.blocks, positions[-1], block_tokens))
-        row += len(part.tokens)
-    token_ids = torch.tensor([token for part in parts for token in part.tokens])
-    return StepBatch(token_ids, torch.cat(positions), torch.cat(slots), tuple(sequences), torch.arange(row))
+        sequences.append(SequenceRows(len(token_ids), len(part.tokens), part.start, part.blocks))
+        token_ids += part.tokens
+    return StepBatch(token_ids, tuple(sequences), range(len(token_ids)))
 
 
 @contextlib.contextmanager

@@ -1,0 +1,120 @@
+/* Tasks of attention: (sequence, kv head, tile of rows), or segments of those where there are too few for the threads.
+ * Who computes what shows in no bit: a segment's state is its own, and states are merged in order. */
+#include "attention_plan.h"
+
+#include <stdlib.h>
+
+enum { TASKS_A_THREAD = 4 }; /* fewer: segments are computed apart */
+
+static int64_t tile_tokens(const struct products *products, int64_t group) { return max_of(1, products->query_rows / group); }
+
+static int64_t group_of(const struct attention_job *job) { return job->heads / job->cache->kv_heads; }
+
+static int64_t count_items(const struct attention_job *job)
+{
+    const int64_t tokens = tile_tokens(job->products, group_of(job));
+    int64_t count = 0;
+    for (int64_t s = 0; s < job->batch->sequence_count; s++)
+        count += (job->batch->sequences[s].count + tokens - 1) / tokens * job->cache->kv_heads;
+    return count;
+}
+
+/* Late positions first: they take longest, and the short tasks then fill the gaps. */
+static void list_items(struct attention_plan *plan, const struct attention_job *job)
+{
+    const int64_t tokens = tile_tokens(job->products, group_of(job));
+    struct attention_item *item = plan->items;
+    plan->task_count = 0;
+    for (int64_t s = 0; s < job->batch->sequence_count; s++) {
+        const struct pdk_sequence *sequence = &job->batch->sequences[s];
+        for (int64_t tile = (sequence->count + tokens - 1) / tokens - 1; tile >= 0; tile--)
+            for (int64_t head = 0; head < job->cache->kv_heads; head++, item++) {
+                const int64_t first = tile * tokens, count = min_of(tokens, sequence->count - first);
+                const int64_t segments = (sequence->start + first + count + SEGMENT_TOKENS - 1) / SEGMENT_TOKENS;
+                *item = (struct attention_item){sequence, first, count, head, segments, plan->task_count};
+                plan->task_count += segments;
+            }
+    }
+}
+
+bool attention_plan_make(struct attention_plan *plan, const struct attention_job *job, int64_t threads)
+{
+    const int64_t group = group_of(job), value_dim = rounded_up(job->cache->head_dim, PANEL);
+    *plan = (struct attention_plan){.item_count = count_items(job)};
+    plan->items = malloc((size_t)max_of(1, plan->item_count) * sizeof *plan->items);
+    if (!plan->items)
+        return false;
+    list_items(plan, job);
+    plan->split = threads > 1 && plan->item_count < TASKS_A_THREAD * threads && plan->task_count > plan->item_count;
+    if (!plan->split) {
+        plan->task_count = plan->item_count;
+        return true;
+    }
+    const int64_t rows = rounded_up(tile_tokens(job->products, group) * group, ROW_PAD);
+    plan->partial_floats = rows * (ROW_PAD + value_dim);
+    plan->partials = aligned_alloc(LINE, (size_t)rounded_up(plan->task_count * plan->partial_floats * 4, LINE));
+    plan->item_of_task = malloc((size_t)plan->task_count * sizeof *plan->item_of_task);
+    if (!plan->partials || !plan->item_of_task)
+        return false;
+    for (int64_t i = 0; i < plan->item_count; i++)
+        for (int64_t segment = 0; segment < plan->items[i].segments; segment++)
+            plan->item_of_task[plan->items[i].first_partial + segment] = i;
+    return true;
+}
+
+void attention_plan_free(struct attention_plan *plan)
+{
+    free(plan->items);
+    free(plan->item_of_task);
+    free(plan->partials);
+}
+
+static struct attention_task task_of(const struct attention_job *job, const struct attention_item *item, int64_t layer)
+{
+    const int64_t group = group_of(job), head_dim = job->cache->head_dim;
+    const int64_t row = item->sequence->row + item->first_token, column = item->kv_head * group * head_dim;
+    const int64_t out_bytes = job->out_is_operand ? job->products->operand_bytes : 4;
+    return (struct attention_task){
+        .cache = job->cache,
+        .blocks = job->batch->blocks + item->sequence->first_block,
+        .layer = layer,
+        .kv_head = item->kv_head,
+        .group = group,
+        .first_position = item->sequence->start + item->first_token,
+        .token_count = item->token_count,
+        .first_segment = 0,
+        .segment_end = item->segments,
+        .q = job->q + row * job->q_stride + column,
+        .q_stride = job->q_stride,
+        .factor = job->factor,
+        .out_is_operand = job->out_is_operand,
+        .out = (char *)job->out + (row * job->out_stride + column) * out_bytes,
+        .out_stride = job->out_stride,
+    };
+}
+
+void attention_attend(const struct attention_plan *plan, const struct attention_job *job, int64_t layer,
+                      atomic_llong *next, void *scratch)
+{
+    for (int64_t index; (index = atomic_fetch_add(next, 1)) < plan->task_count;) {
+        const struct attention_item *item = &plan->items[plan->split ? plan->item_of_task[index] : index];
+        struct attention_task task = task_of(job, item, layer);
+        if (plan->split) {
+            task.first_segment = index - item->first_partial;
+            task.segment_end = task.first_segment + 1;
+            task.partial = plan->partials + index * plan->partial_floats;
+        }
+        job->products->attend(&task, scratch);
+    }
+}
+
+void attention_merge(const struct attention_plan *plan, const struct attention_job *job, int64_t layer,
+                     atomic_llong *next, void *scratch)
+{
+    for (int64_t index; (index = atomic_fetch_add(next, 1)) < plan->item_count;) {
+        const struct attention_item *item = &plan->items[index];
+        const struct attention_task task = task_of(job, item, layer);
+        job->products->merge(&task, plan->partials + item->first_partial * plan->partial_floats, plan->partial_floats,
+                             scratch);
+    }
+}

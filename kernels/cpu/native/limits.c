@@ -1,0 +1,107 @@
+/* What the machine can do at best, to measure the kernels against: reading, and multiplying out of the nearest cache. */
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "path.h"
+#include "pool.h"
+
+enum { PREFETCH_BYTES = 2048, PRODUCT_ROWS = 48, PRODUCT_K = 256, PRODUCT_PANELS = 2 };
+
+static double seconds(void)
+{
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+}
+
+struct reading {
+    struct pdk_pool *pool;
+    const char *memory;
+    int64_t bytes;
+    uint64_t sums[256][8]; /* by thread; so that no read can be left out */
+};
+
+typedef uint64_t wide __attribute__((vector_size(32)));
+
+static void read_share(void *argument, int64_t thread)
+{
+    struct reading *reading = argument;
+    int64_t first, end;
+    share_of(reading->bytes / LINE, thread, pool_thread_count(reading->pool), &first, &end);
+    wide sums[4] = {{0}};
+    for (int64_t line = first; line + 1 < end; line += 2) {
+        const char *from = reading->memory + line * LINE;
+        __builtin_prefetch(from + PREFETCH_BYTES);
+        __builtin_prefetch(from + PREFETCH_BYTES + LINE);
+        for (int i = 0; i < 4; i++) {
+            wide value;
+            memcpy(&value, from + i * sizeof value, sizeof value);
+            sums[i] ^= value;
+        }
+    }
+    sums[0] ^= sums[1] ^ sums[2] ^ sums[3];
+    memcpy(reading->sums[thread % 256], sums, sizeof sums[0]);
+}
+
+double pdk_read_rate(struct pdk_pool *pool, const void *memory, int64_t bytes, int64_t repeats)
+{
+    struct reading reading = {.pool = pool, .memory = memory, .bytes = bytes};
+    double best = 0.0;
+    for (int64_t i = 0; i < repeats; i++) {
+        const double began = seconds();
+        pool_run(pool, read_share, &reading);
+        const double rate = (double)bytes / (seconds() - began);
+        best = rate > best ? rate : best;
+    }
+    return best;
+}
+
+struct multiplying {
+    const struct pdk_path *path;
+    const struct products *products;
+    struct pdk_pool *pool;
+    char *panels;
+    char *operand;
+    float *results; /* one block a thread */
+    int64_t rounds;
+};
+
+static void multiply_share(void *argument, int64_t thread)
+{
+    const struct multiplying *work = argument;
+    const int64_t panel_bytes = PRODUCT_K * PANEL * (work->products == &work->path->products[PDK_BFLOAT16] ? 2 : 4);
+    const char *chunk = work->panels;
+    const struct panels panels = {&chunk, PRODUCT_K, PRODUCT_K, panel_bytes, PRODUCT_PANELS};
+    float *result = work->results + thread * PRODUCT_ROWS * PRODUCT_PANELS * PANEL;
+    work->path->begin();
+    for (int64_t round = 0; round < work->rounds; round++)
+        work->products->product(work->operand, PRODUCT_K, PRODUCT_ROWS, &panels, result, PRODUCT_PANELS * PANEL, false);
+    work->path->end();
+}
+
+double pdk_product_rate(const struct pdk_path *path, struct pdk_pool *pool, int64_t dtype, int64_t repeats)
+{
+    enum { ROUNDS = 400 };
+    const int64_t threads = pool_thread_count(pool);
+    struct multiplying work = {.path = path, .products = &path->products[dtype], .pool = pool, .rounds = ROUNDS};
+    work.panels = aligned_alloc(LINE, PRODUCT_K * PRODUCT_PANELS * PANEL * 4);
+    work.operand = aligned_alloc(LINE, PRODUCT_ROWS * PRODUCT_K * 4);
+    work.results = aligned_alloc(LINE, (size_t)threads * PRODUCT_ROWS * PRODUCT_PANELS * PANEL * 4);
+    double best = 0.0;
+    if (work.panels && work.operand && work.results) {
+        memset(work.panels, 0, PRODUCT_K * PRODUCT_PANELS * PANEL * 4);
+        memset(work.operand, 0, PRODUCT_ROWS * PRODUCT_K * 4);
+        for (int64_t i = 0; i < repeats; i++) {
+            const double began = seconds();
+            pool_run(pool, multiply_share, &work);
+            const double count = 2.0 * PRODUCT_ROWS * PRODUCT_K * PRODUCT_PANELS * PANEL * ROUNDS * (double)threads;
+            const double rate = count / (seconds() - began);
+            best = rate > best ? rate : best;
+        }
+    }
+    free(work.panels);
+    free(work.operand);
+    free(work.results);
+    return best;
+}

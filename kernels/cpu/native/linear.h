@@ -1,0 +1,38 @@
+/* A linear over all threads, with what is done to its results on the way out. */
+#ifndef PDK_LINEAR_H
+#define PDK_LINEAR_H
+
+#include "path.h"
+
+enum linear_end {
+    STORE,     /* y = x W' + bias, float32 */
+    ADD,       /* y += x W' + bias, float32 */
+    GATE,      /* y = silu(first half) * second half, as an operand of the next product */
+};
+
+struct linear_job {
+    const struct pdk_path *path;
+    const struct pdk_linear *linear;
+    enum linear_end end;
+    const void *operand; /* [rows + ROW_PAD][operand_size(in_features)] */
+    int64_t rows;
+    void *y;
+    int64_t y_stride; /* in elements */
+};
+
+/* Elements of a row of an operand: K up to a multiple of K_PAD. What pads it must be zero. */
+static inline int64_t operand_size(int64_t in_features) { return rounded_up(in_features, K_PAD); }
+
+/* Whether GATE can be had: both halves begin on a panel. */
+static inline bool can_gate(const struct pdk_linear *linear) { return linear->out_features % (2 * PANEL) == 0; }
+
+/* Bytes of scratch that linear_share wants. */
+int64_t linear_scratch_bytes(void);
+
+/* One thread's share of the job: some of the outputs of all rows. */
+void linear_share(const struct linear_job *job, int64_t thread, int64_t threads, void *scratch);
+
+/* Round rows of float32 into an operand, its padding zeroed. */
+void take_operand(const struct products *products, const float *x, int64_t rows, int64_t size, void *operand);
+
+#endif

@@ -1,0 +1,128 @@
+/* The operations of the table, one region each where they have threads. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "attention_plan.h"
+#include "linear.h"
+#include "pool.h"
+
+struct linear_call {
+    struct linear_job job;
+    struct pdk_pool *pool;
+    const float *x;
+    char *operand;
+    void **scratch;
+};
+
+static void run_linear(void *argument, int64_t thread)
+{
+    struct linear_call *call = argument;
+    const struct linear_job *job = &call->job;
+    const struct products *products = &job->path->products[job->linear->dtype];
+    const int64_t threads = pool_thread_count(call->pool), size = job->linear->in_features;
+    int64_t first, end;
+    share_of(job->rows, thread, threads, &first, &end);
+    take_operand(products, call->x + first * size, end - first, size,
+                 call->operand + first * operand_size(size) * products->operand_bytes);
+    pool_barrier(call->pool);
+    job->path->begin();
+    linear_share(job, thread, threads, call->scratch[thread]);
+    job->path->end();
+}
+
+static bool take_scratch(struct pdk_pool *pool, int64_t bytes, void **scratch)
+{
+    for (int64_t thread = 0; thread < pool_thread_count(pool); thread++)
+        if (!(scratch[thread] = pool_scratch(pool, thread, bytes)))
+            return false;
+    return true;
+}
+
+int pdk_linear(const struct pdk_path *path, struct pdk_pool *pool, const struct pdk_linear *linear, const float *x,
+               int64_t rows, float *y)
+{
+    const int64_t bytes = operand_size(linear->in_features) * path->products[linear->dtype].operand_bytes;
+    void **scratch = calloc((size_t)pool_thread_count(pool), sizeof *scratch);
+    char *operand = aligned_alloc(LINE, (size_t)rounded_up((rows + ROW_PAD) * bytes, LINE));
+    const bool ready = scratch && operand && take_scratch(pool, linear_scratch_bytes(), scratch);
+    if (ready) {
+        struct linear_call call = {
+            .job = {path, linear, STORE, operand, rows, y, linear->out_features},
+            .pool = pool,
+            .x = x,
+            .operand = operand,
+            .scratch = scratch,
+        };
+        pool_run(pool, run_linear, &call);
+    }
+    free(operand);
+    free(scratch);
+    return ready ? 0 : 1;
+}
+
+void pdk_rms_norm(const struct pdk_path *path, const float *x, int64_t rows, int64_t size, const float *weight,
+                  double eps, float *y)
+{
+    for (int64_t row = 0; row < rows; row++)
+        path->rms_norm(x + row * size, size, weight, (float)eps, y + row * size);
+}
+
+void pdk_silu_mul(const struct pdk_path *path, const float *gate_up, int64_t rows, int64_t size, float *y)
+{
+    for (int64_t row = 0; row < rows; row++)
+        path->silu_mul(gate_up + row * 2 * size, gate_up + (row * 2 + 1) * size, size, y + row * size);
+}
+
+void pdk_rotary(const struct pdk_path *path, const float *x, int64_t rows, int64_t heads, int64_t head_dim,
+                const int64_t *positions, const float *cos, const float *sin, float *y)
+{
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t head = 0; head < heads; head++) {
+            const int64_t at = (row * heads + head) * head_dim, angles = positions[row] * (head_dim / 2);
+            path->rotary(x + at, head_dim, cos + angles, sin + angles, y + at);
+        }
+}
+
+struct attention_call {
+    const struct pdk_path *path;
+    struct pdk_pool *pool;
+    struct attention_plan plan;
+    struct attention_job job;
+    int64_t layer;
+    atomic_llong next_attend;
+    atomic_llong next_merge;
+    void **scratch;
+};
+
+static void run_attention(void *argument, int64_t thread)
+{
+    struct attention_call *call = argument;
+    call->path->begin();
+    attention_attend(&call->plan, &call->job, call->layer, &call->next_attend, call->scratch[thread]);
+    if (call->plan.split) {
+        pool_barrier(call->pool);
+        attention_merge(&call->plan, &call->job, call->layer, &call->next_merge, call->scratch[thread]);
+    }
+    call->path->end();
+}
+
+int pdk_attention(const struct pdk_path *path, struct pdk_pool *pool, const struct pdk_cache *cache, int64_t layer,
+                  const struct pdk_batch *batch, int64_t heads, double scale, const float *q, float *out)
+{
+    const struct products *products = &path->products[cache->dtype];
+    const int64_t threads = pool_thread_count(pool), row = heads * cache->head_dim;
+    struct attention_call call = {
+        .path = path,
+        .pool = pool,
+        .job = {products, cache, batch, heads, (float)scale * 0x1.715476p+0f, q, row, false, out, row},
+        .layer = layer,
+        .scratch = calloc((size_t)threads, sizeof *call.scratch),
+    };
+    const bool ready = call.scratch && take_scratch(pool, products->attend_scratch(cache->head_dim, heads / cache->kv_heads), call.scratch) &&
+                       attention_plan_make(&call.plan, &call.job, threads);
+    if (ready)
+        pool_run(pool, run_attention, &call);
+    attention_plan_free(&call.plan);
+    free(call.scratch);
+    return ready ? 0 : 1;
+}

@@ -1,0 +1,83 @@
+/* One instruction set's kernels as a table, and the form of the operands of its matrix products.
+ *
+ * Every product (a linear, Q K', P V) is rows times panels. A panel is PANEL outputs wide and runs along K, so that
+ * lanes are outputs and each output has one float32 accumulator to which its products are added in the order of K:
+ *
+ *   bfloat16 panel   [K / 2][PANEL][2]    pairs of K side by side: what AMX and AVX512-BF16 want, and two shifts for AVX2
+ *   float32 panel    [K][PANEL]
+ *
+ * A row's result depends on that row and the panels alone, whatever the number of rows, panels or calls. K is padded to
+ * K_PAD with zeros, on both sides. The left operand ("operand" below) is rows of float32 or bfloat16, as the path likes.
+ */
+#ifndef PDK_PATH_H
+#define PDK_PATH_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "abi.h"
+
+enum {
+    PANEL = 16,        /* outputs a panel */
+    K_PAD = 32,        /* K of every product is a multiple of this */
+    ROW_PAD = 16,      /* operand and result buffers have room for as many rows more */
+    TILE_TOKENS = 32,  /* tokens of a tile of the cache */
+    SEGMENT_TILES = 8, /* tiles of a segment of attention */
+    SEGMENT_TOKENS = TILE_TOKENS * SEGMENT_TILES,
+    LINE = 64, /* bytes of a cache line, and of a panel's row */
+};
+
+static inline int64_t rounded_up(int64_t count, int64_t multiple) { return (count + multiple - 1) / multiple * multiple; }
+static inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int64_t dtype_bytes(int64_t dtype) { return dtype == PDK_BFLOAT16 ? 2 : 4; }
+
+/* Panels along K in chunks that may lie anywhere: chunk c holds k in [c * chunk_k, (c + 1) * chunk_k), panel p of it
+ * begins at chunks[c] + p * panel_bytes. */
+struct panels {
+    const char *const *chunks;
+    int64_t chunk_k;
+    int64_t k; /* in all; a multiple of the products' k_step */
+    int64_t panel_bytes;
+    int64_t panel_count;
+};
+
+/* result[rows][panel_count * PANEL] = operand x panels, or += where `accumulate`. Strides in elements. */
+typedef void product_function(const void *operand, int64_t operand_stride, int64_t rows, const struct panels *panels,
+                              float *result, int64_t result_stride, bool accumulate);
+
+struct attention_task; /* cache.h */
+
+/* The kernels for one dtype of weights and KV. */
+struct products {
+    product_function *product;
+    int64_t operand_bytes;                                             /* of one element */
+    int64_t k_step;                                                    /* what k must be a multiple of */
+    int64_t query_rows;                                                /* rows of a query tile that suit the product */
+    void (*store_operand)(const float *row, int64_t count, void *out); /* rounds to the dtype */
+    int64_t (*attend_scratch)(int64_t head_dim, int64_t group);        /* bytes */
+    void (*attend)(const struct attention_task *task, void *scratch);
+    /* Put a task together from states that were left by tasks of one segment each, `partial_floats` apart. */
+    void (*merge)(const struct attention_task *task, float *partials, int64_t partial_floats, void *scratch);
+};
+
+struct pdk_path {
+    const char *name;
+    bool (*available)(void);
+    void (*begin)(void); /* around a thread's products: sets and releases state of the core */
+    void (*end)(void);
+    struct products products[2]; /* by enum pdk_dtype */
+    void (*rms_norm)(const float *x, int64_t size, const float *weight, float eps, float *y);
+    void (*silu_mul)(const float *gate, const float *up, int64_t size, float *y);
+    void (*rotary)(const float *x, int64_t head_dim, const float *cos, const float *sin, float *y);
+    void (*bias_row)(const float *values, const float *bias, int64_t count, float *y); /* y = values + bias */
+    void (*add_row)(const float *values, const float *bias, int64_t count, float *y);  /* y += that; bias may be NULL */
+};
+
+extern const struct pdk_path portable_path;
+extern const struct pdk_path avx2_path;
+extern const struct pdk_path avx512_path;
+extern const struct pdk_path amx_path;
+
+#endif

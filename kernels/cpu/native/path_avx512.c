@@ -1,0 +1,56 @@
+/* AVX-512 with its bfloat16 dot product: vectors of 16, two products of a pair an instruction. Compiled everywhere and
+ * tested through emulation; not yet run natively. */
+#define LANES 16
+#define NARROW_ROWS 12
+#define WIDE_ROWS 12
+#define EXPANDED_NARROW_ROWS 12
+#define EXPANDED_WIDE_ROWS 12
+#define HAS_DOT
+#include "dot.h"
+
+#include "path.h"
+#include "product.h"
+
+static void multiply_bfloat16(const void *operand, int64_t operand_stride, int64_t rows, const struct panels *panels,
+                              float *result, int64_t result_stride, bool accumulate)
+{
+    multiply(DOTTED, operand, operand_stride, rows, panels, result, result_stride, accumulate);
+}
+
+enum { QUERY_ROWS = 24, PAIR_K_STEP = 2 };
+
+#include "path_dot.h"
+
+static bool available(void)
+{
+#if defined(PDK_EMULATED)
+    return true;
+#elif defined(__x86_64__)
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512bf16");
+#else
+    return false;
+#endif
+}
+
+static void nothing(void) {}
+
+const struct pdk_path avx512_path = {
+    .name = "avx512",
+    .available = available,
+    .begin = nothing,
+    .end = nothing,
+    .products =
+        {
+            [PDK_FLOAT32] = {multiply_float32, 4, 1, QUERY_ROWS, store_float32, attend_scratch_float32, attend_float32,
+                             merge_float32},
+            [PDK_BFLOAT16] = {multiply_bfloat16, 2, PAIR_K_STEP, QUERY_ROWS, store_bfloat16, attend_scratch_bfloat16,
+                              attend_bfloat16, merge_bfloat16},
+        },
+    .rms_norm = rms_norm_row,
+    .silu_mul = silu_mul_row,
+    .rotary = rotary_row,
+    .bias_row = bias_row,
+    .add_row = add_row,
+};

@@ -1,0 +1,75 @@
+/* The whole of a path whose products are fused multiply-adds of float32, for either dtype. */
+#include "cache.h"
+#include "path.h"
+#include "product.h"
+#include "rows.h"
+
+#define JOINED(a, b) a##b
+#define JOIN(a, b) JOINED(a, b)
+
+static void multiply_float32(const void *operand, int64_t operand_stride, int64_t rows, const struct panels *panels,
+                             float *result, int64_t result_stride, bool accumulate)
+{
+    multiply(PLAIN, operand, operand_stride, rows, panels, result, result_stride, accumulate);
+}
+
+static void multiply_bfloat16(const void *operand, int64_t operand_stride, int64_t rows, const struct panels *panels,
+                              float *result, int64_t result_stride, bool accumulate)
+{
+    multiply(EXPANDED, operand, operand_stride, rows, panels, result, result_stride, accumulate);
+}
+
+INLINE void store_weights(const vf weights[PART_VECTORS], void *out)
+{
+    for (int v = 0; v < PART_VECTORS; v++)
+        vf_store((float *)out + v * LANES, weights[v]);
+}
+
+enum { QUERY_ROWS = 24 };
+
+#define OPERAND_BYTES 4
+#define STORE_WEIGHTS store_weights
+
+#define ATTEND(name) name##_float32
+#define PRODUCT multiply_float32
+#define KV_DTYPE PDK_FLOAT32
+#define K_STEP 1
+#define STORE_QUERY store_float32
+#include "attention.h"
+#undef ATTEND
+#undef PRODUCT
+#undef KV_DTYPE
+#undef K_STEP
+#undef STORE_QUERY
+
+#define ATTEND(name) name##_bfloat16
+#define PRODUCT multiply_bfloat16
+#define KV_DTYPE PDK_BFLOAT16
+#define K_STEP 2
+#define STORE_QUERY store_rounded
+#include "attention.h"
+
+static bool JOIN(PATH_NAME, _available)(void);
+static void nothing(void) {}
+
+#define STRING(name) #name
+#define NAME_OF(name) STRING(name)
+
+const struct pdk_path JOIN(PATH_NAME, _path) = {
+    .name = NAME_OF(PATH_NAME),
+    .available = JOIN(PATH_NAME, _available),
+    .begin = nothing,
+    .end = nothing,
+    .products =
+        {
+            [PDK_FLOAT32] = {multiply_float32, 4, 1, QUERY_ROWS, store_float32, attend_scratch_float32, attend_float32,
+                             merge_float32},
+            [PDK_BFLOAT16] = {multiply_bfloat16, 4, 2, QUERY_ROWS, store_rounded, attend_scratch_bfloat16,
+                              attend_bfloat16, merge_bfloat16},
+        },
+    .rms_norm = rms_norm_row,
+    .silu_mul = silu_mul_row,
+    .rotary = rotary_row,
+    .bias_row = bias_row,
+    .add_row = add_row,
+};

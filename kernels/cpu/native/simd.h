@@ -1,0 +1,144 @@
+/* Vectors of LANES floats, in GCC's and clang's vector language, with intrinsics where that language lacks the operation.
+ *
+ * The including file sets LANES. Every function works lane by lane, so a lane's result never depends on its place or on
+ * what its neighbours hold, and is the same whatever LANES is: all of it is exactly rounded IEEE arithmetic, without
+ * contraction (-ffp-contract=off) other than the fused multiply-add that is asked for by name.
+ */
+#ifndef PDK_SIMD_H
+#define PDK_SIMD_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vf __attribute__((vector_size(LANES * 4)));
+typedef int32_t vi __attribute__((vector_size(LANES * 4)));
+typedef uint32_t vu __attribute__((vector_size(LANES * 4)));
+
+#if LANES == 16 && defined(__AVX512F__)
+
+INLINE vf vf_set(float value) { return (vf)_mm512_set1_ps(value); }
+INLINE vf vf_fma(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+INLINE vf vf_max(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE vf vf_choose(vi mask, vf yes, vf no)
+{
+    return (vf)_mm512_mask_blend_ps(_mm512_movepi32_mask((__m512i)mask), (__m512)no, (__m512)yes);
+}
+
+#elif LANES == 8 && defined(__AVX2__) && defined(__FMA__)
+
+INLINE vf vf_set(float value) { return (vf)_mm256_set1_ps(value); }
+INLINE vf vf_fma(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+INLINE vf vf_max(vf a, vf b) { return (vf)_mm256_max_ps((__m256)a, (__m256)b); }
+INLINE vf vf_choose(vi mask, vf yes, vf no) { return (vf)_mm256_blendv_ps((__m256)no, (__m256)yes, (__m256)mask); }
+
+#else
+
+INLINE vf vf_set(float value)
+{
+    vf result;
+    for (int lane = 0; lane < LANES; lane++)
+        result[lane] = value;
+    return result;
+}
+
+INLINE vf vf_fma(vf a, vf b, vf c)
+{
+    vf result;
+    for (int lane = 0; lane < LANES; lane++)
+        result[lane] = fmaf(a[lane], b[lane], c[lane]);
+    return result;
+}
+
+INLINE vf vf_choose(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
+
+/* The larger one; `b` where either is not a number. */
+INLINE vf vf_max(vf a, vf b) { return vf_choose((vi)(a > b), a, b); }
+
+#endif
+
+INLINE vu vu_set(uint32_t value)
+{
+    vf as_float;
+    float scalar;
+    memcpy(&scalar, &value, 4);
+    as_float = vf_set(scalar);
+    return (vu)as_float;
+}
+
+INLINE vf vf_load(const float *from)
+{
+    vf result;
+    memcpy(&result, from, sizeof result);
+    return result;
+}
+
+INLINE void vf_store(float *to, vf value) { memcpy(to, &value, sizeof value); }
+
+INLINE vu vu_load(const void *from)
+{
+    vu result;
+    memcpy(&result, from, sizeof result);
+    return result;
+}
+
+/* The first `count` floats, zeros after them. */
+INLINE vf vf_load_some(const float *from, int64_t count)
+{
+    vf result = vf_set(0.0f);
+    memcpy(&result, from, (size_t)count * 4);
+    return result;
+}
+
+INLINE void vf_store_some(float *to, vf value, int64_t count) { memcpy(to, &value, (size_t)count * 4); }
+
+/* True in the first `count` lanes. */
+INLINE vi vi_below(int64_t count)
+{
+    vi lanes;
+    for (int lane = 0; lane < LANES; lane++)
+        lanes[lane] = lane;
+    return (vi)(lanes < (vi)vu_set((uint32_t)(int32_t)(count < -1 ? -1 : count > LANES ? LANES : count)));
+}
+
+/* The two values of K in a row of bfloat16 pairs: the even one is the lower half. */
+INLINE vf pair_even(vu pairs) { return (vf)(pairs << 16); }
+INLINE vf pair_odd(vu pairs) { return (vf)(pairs & vu_set(0xffff0000u)); }
+
+/* Rounded to the nearest bfloat16, ties to even, as float32. What is not a number stays that. */
+INLINE vf vf_round_bfloat16(vf value)
+{
+    vu bits = (vu)value;
+    bits += vu_set(0x7fff) + ((bits >> 16) & vu_set(1));
+    bits &= vu_set(0xffff0000u);
+    return vf_choose((vi)(value != value), (vf)vu_set(0x7fc00000u), (vf)bits);
+}
+
+/* 2 to the power of x: x is held within [-126, 127], and below -126 the result is 0. Exactly 1 at 0; relative error
+ * below 1e-7. A minimax polynomial over [-1/2, 1/2] times a power of two made from bits. */
+INLINE vf vf_exp2(vf x)
+{
+    const vf magic = vf_set(0x1.8p23f); /* adding it leaves the nearest integer in the lowest bits */
+    const vf low = vf_set(-126.0f), high = vf_set(127.0f);
+    const vi vanishes = (vi)(x < low);
+    const vf held = vf_choose((vi)(x > high), high, vf_choose(vanishes, low, x));
+    const vf shifted = held + magic;
+    const vf fraction = held - (shifted - magic);
+    const vf power = (vf)((((vi)shifted - (vi)magic) + (vi)vu_set(127)) << 23);
+    vf result = vf_set(0x1.41fbbcp-13f);
+    result = vf_fma(result, fraction, vf_set(0x1.5f3e54p-10f));
+    result = vf_fma(result, fraction, vf_set(0x1.3b2d4cp-7f));
+    result = vf_fma(result, fraction, vf_set(0x1.c6aee8p-5f));
+    result = vf_fma(result, fraction, vf_set(0x1.ebfbdcp-3f));
+    result = vf_fma(result, fraction, vf_set(0x1.62e43p-1f));
+    result = vf_fma(result, fraction, vf_set(1.0f));
+    return vf_choose(vanishes, vf_set(0.0f), result * power);
+}
+
+#endif

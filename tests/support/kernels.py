@@ -1,0 +1,45 @@
+"""Every implementation of the kernels that tests can run on this machine."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from kernels import Kernels
+from kernels.cpu.build import EMULATED, BuildError, build
+from kernels.cpu.table import CpuKernels
+from kernels.reference import ReferenceKernels
+from pdserve.errors import ConfigError
+
+# The instruction-set paths of the CPU kernels; one that the machine lacks runs over plain C where that exists.
+IMPLEMENTATIONS = ("reference", "cpu-portable", "cpu-avx2", "cpu-avx512", "cpu-amx")
+_EMULATED_PATHS = ("avx512", "amx")
+
+
+def make_kernels(name: str) -> Kernels:
+    """The implementation called so, on one thread. Skips the test where this machine has no way to run it."""
+    if name == "reference":
+        kernels: Kernels = ReferenceKernels()
+    else:
+        kernels = _cpu_kernels(name.removeprefix("cpu-"))
+    kernels.set_threads(1)
+    return kernels
+
+
+def _cpu_kernels(path: str) -> CpuKernels:
+    _built()
+    try:
+        return CpuKernels(path)
+    except ConfigError:
+        if path not in _EMULATED_PATHS:
+            pytest.skip(f"this machine cannot run the path {path}")
+    return CpuKernels(path, _built(EMULATED))
+
+
+@functools.cache
+def _built(*definitions: str):
+    try:
+        return build(definitions)[0]
+    except BuildError as error:
+        pytest.skip(f"cannot build the CPU kernels: {error}")
