@@ -18,11 +18,13 @@ from pathlib import Path
 from decode_worker.service import DecodeService
 from deploy.spec import WorkerSpec
 from engine.build import build_engine
+from kvtransfer.ladder import Ladder, LadderLimits
 from kvtransfer.layout import KVLayout
 from kvtransfer.link import Link
 from kvtransfer.transports.zmq import ZmqTransport, ipc_endpoint
 from pdserve import logs
 from pdserve.clock import SystemClock
+from pdserve.errors import PdserveError
 from pdserve.rpc.worker_session import WorkerSessions
 from pdserve.tracing import Trace, TraceEvent
 from pdserve.types import Owner, SamplingParams, Ticket, WorkerInfo
@@ -74,7 +76,8 @@ class Worker:
         self._sessions = WorkerSessions(spec.router_addresses, self.info, self, lambda: self.load)
         max_queued = config.engine.max_queued
         self._prefill = PrefillService(self._engine, self._link, self._sessions, self._trace, max_queued)
-        self._decode = DecodeService(self._engine, self._link, self._sessions, max_queued)
+        ladder = Ladder(LadderLimits.from_config(config.transfer))
+        self._decode = DecodeService(self._engine, self._link, self._sessions, ladder, SystemClock(), max_queued)
         self._stopping = threading.Event()
         self._engine_thread = threading.Thread(target=self._step_forever, name="engine", daemon=True)
 
@@ -115,6 +118,12 @@ class Worker:
         ticket: Ticket,
     ) -> None:
         self._prefill.start(owner, prompt_ids, output_ids, params, ticket)
+
+    def sender_lost(self, owner: Owner, epoch: int, error: PdserveError) -> None:
+        self._decode.sender_lost(owner, epoch, error)
+
+    def prefill_locally(self, owner: Owner) -> None:
+        self._decode.prefill_locally(owner)
 
     def abort(self, owner: Owner) -> None:
         self._prefill.abort(owner)

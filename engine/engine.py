@@ -18,7 +18,7 @@ from engine.kv_store import KVStore, SequenceKV
 from engine.plan import StepPlan
 from engine.runner import Runner
 from engine.scheduler import Scheduler
-from engine.sequence import Phase, Sequence
+from engine.sequence import KVSource, Phase, Sequence
 from model.decoder import Decoder
 from pdserve import logs
 from pdserve.config import EngineConfig
@@ -68,6 +68,11 @@ class Engine:
     def deliver(self, owner: Owner, tokens: ListLike[SampledToken]) -> None:
         """All KV of a receiving sequence is in its blocks, and these tokens follow. Unpins it."""
         self._inbox.put(lambda: self._deliver(owner, tokens))
+
+    def take_over(self, owner: Owner, computed: int) -> None:
+        """No more KV will come for a receiving sequence: the first `computed` tokens' is in its blocks, the rest is
+        computed here. Unpins it."""
+        self._inbox.put(lambda: self._take_over(owner, computed))
 
     def unpin(self, owner: Owner) -> None:
         """No transfer reads or writes the sequence's blocks any more."""
@@ -184,10 +189,21 @@ class Engine:
             return
         sequence.pinned = False
         if sequence.phase is Phase.RECEIVING:
-            self._scheduler.delivered(sequence)
+            self._scheduler.received(sequence, sequence.known)
             self._accept(sequence, tokens)
         else:
             self._settle(sequence)
+
+    def _take_over(self, owner: Owner, computed: int) -> None:
+        sequence = self._sequences.get(owner)
+        if sequence is None:
+            return
+        sequence.pinned = False
+        sequence.source = KVSource.COMPUTED
+        if sequence.phase is Phase.RECEIVING:
+            # The last known token is computed in any case: what follows it is sampled from its logits.
+            self._scheduler.received(sequence, min(computed, sequence.known - 1))
+        self._settle(sequence)
 
     def _unpin(self, owner: Owner) -> None:
         sequence = self._sequences.get(owner)

@@ -51,10 +51,10 @@ class Scheduler:
         """Queue a new sequence behind all others."""
         self._waiting.append(sequence)
 
-    def delivered(self, sequence: Sequence) -> None:
-        """The KV of all tokens known so far has arrived: the sequence runs from the next step on."""
+    def received(self, sequence: Sequence, computed: int) -> None:
+        """The KV of the first `computed` tokens is there and no more will come: it runs from the next step on."""
         self._receiving.remove(sequence)
-        sequence.computed = sequence.known
+        sequence.computed = computed
         sequence.phase = Phase.RUNNING
         self._running.append(sequence)
 

@@ -52,6 +52,14 @@ class NeedBlocks:
 
 
 @dataclass(frozen=True, slots=True)
+class SenderLost:
+    """Receiver: this epoch's sender is gone or gave up. What it brought is kept; somebody must decide how to go on:
+    renew the ticket for another sender, or take over what there is."""
+
+    error: PdserveError
+
+
+@dataclass(frozen=True, slots=True)
 class Write:
     """Receiver: store the payload that came with this frame, then call `written`."""
 
@@ -70,5 +78,12 @@ class Delivered:
     tokens: tuple[SampledToken, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class TakenOver:
+    """Receiver: no more will come. Tokens up to `token_stop` are stored in every layer; the rest is the caller's."""
+
+    token_stop: int
+
+
 SenderAction = Send | SendLayer | SendCommit | Finished | Failed
-ReceiverAction = Send | NeedBlocks | Write | Verify | Delivered | Failed
+ReceiverAction = Send | NeedBlocks | Write | Verify | SenderLost | Delivered | TakenOver | Failed

@@ -28,7 +28,7 @@ from kvtransfer.frames import (
     Received,
     decode,
 )
-from kvtransfer.incoming import IncomingTransfer, OnNeedBlocks, OnReceived
+from kvtransfer.incoming import IncomingTransfer, OnNeedBlocks, OnReceived, OnSenderLost
 from kvtransfer.layout import KVReader, KVWriter
 from kvtransfer.outgoing import OnSent, OutgoingTransfer
 from kvtransfer.port import FramePort
@@ -116,13 +116,20 @@ class Exchange:
     def abort_outgoing(self, transfer_id: bytes, error: PdserveError) -> None:
         self._to_outgoing(transfer_id, lambda transfer, now: transfer.abort(error, now))
 
-    def expect(self, expected: Expectation, on_need_blocks: OnNeedBlocks, on_end: OnReceived) -> None:
+    def expect(
+        self,
+        expected: Expectation,
+        on_need_blocks: OnNeedBlocks,
+        on_sender_lost: OnSenderLost,
+        on_end: OnReceived,
+    ) -> None:
         timing = Timing.from_config(self._config, self._config.ticket_ttl_ms)
         self._incoming[expected.transfer] = IncomingTransfer(
             expected,
             self._config,
             timing,
             on_need_blocks,
+            on_sender_lost,
             on_end,
             self._port,
             self._stats,
@@ -132,6 +139,20 @@ class Exchange:
 
     def blocks_leased(self, transfer_id: bytes, writer: KVWriter) -> None:
         self._to_incoming(transfer_id, lambda transfer, now: transfer.blocks_leased(writer, now))
+
+    def sender_lost(self, transfer_id: bytes, epoch: int, error: PdserveError) -> None:
+        self._to_incoming(transfer_id, lambda transfer, now: transfer.sender_lost(epoch, error, now))
+
+    def renew(self, transfer_id: bytes, on_epoch: Callable[[int], None]) -> None:
+        def event(transfer: IncomingTransfer, now: float) -> None:
+            epoch = transfer.renew(now)
+            if epoch is not None:
+                on_epoch(epoch)
+
+        self._to_incoming(transfer_id, event)
+
+    def take_over(self, transfer_id: bytes) -> None:
+        self._to_incoming(transfer_id, lambda transfer, now: transfer.take_over(now))
 
     def abort_incoming(self, transfer_id: bytes, error: PdserveError) -> None:
         self._to_incoming(transfer_id, lambda transfer, now: transfer.abort(error, now))

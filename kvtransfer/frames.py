@@ -24,6 +24,7 @@ A message has one part, or two where the type carries a payload:
     7 ABORT   <->   code, message: the other side gave up
     8 PING    <->   reply (false: answer me), spent (as in LAYER; 0 in a reply)
     9 GONE    ->    the sender no longer has the transfer
+    10 HAVE   <-    ranges, as in NACK: what an earlier epoch's sender brought and need not be sent again
 
 -> is from sender to receiver. The payload's checksum is apart from the header's: a frame whose header is good says
 which range to send again (BadPayload); one whose header is bad says nothing and is dropped (FrameError).
@@ -138,7 +139,14 @@ class Gone:
     epoch: int
 
 
-Frame = Open | Layer | Commit | Ack | Nack | Credit | Abort | Ping | Gone
+@dataclass(frozen=True, slots=True)
+class Have:
+    transfer: bytes
+    epoch: int
+    ranges: tuple[LayerRange, ...]
+
+
+Frame = Open | Layer | Commit | Ack | Nack | Credit | Abort | Ping | Gone | Have
 
 
 class BadPayload(FrameError):
@@ -179,6 +187,7 @@ _SCHEMAS: Final[dict[type[Any], tuple[int, dict[str, Field]]]] = {
     Abort: (7, _EVERY | {"code": fields.text(64), "message": fields.text(MAX_ABORT_BYTES)}),
     Ping: (8, _EVERY | {"reply": fields.flag(), "spent": fields.uint(64)}),
     Gone: (9, _EVERY),
+    Have: (10, _EVERY | {"ranges": fields.layer_ranges()}),
 }
 _TYPES: Final = {code: (frame_type, schema) for frame_type, (code, schema) in _SCHEMAS.items()}
 _CHECKSUM = fields.uint(64)

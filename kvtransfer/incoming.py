@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvtransfer.actions import Delivered, Failed, NeedBlocks, ReceiverAction, Send, Verify, Write
+from kvtransfer.actions import (
+    Delivered,
+    Failed,
+    NeedBlocks,
+    ReceiverAction,
+    Send,
+    SenderLost,
+    TakenOver,
+    Verify,
+    Write,
+)
 from kvtransfer.frames import Commit, Layer, Received
 from kvtransfer.integrity import BlockHashes
 from kvtransfer.layout import KVWriter
@@ -23,7 +33,8 @@ from pdserve.tracing import Trace
 from pdserve.types import SampledToken
 
 OnNeedBlocks = Callable[[], None]
-OnReceived = Callable[[Sequence[SampledToken] | PdserveError], None]
+OnSenderLost = Callable[[PdserveError], None]
+OnReceived = Callable[[Sequence[SampledToken] | TakenOver | PdserveError], None]
 
 _NOTHING = memoryview(b"")
 
@@ -37,6 +48,7 @@ class IncomingTransfer:
         config: TransferConfig,
         timing: Timing,
         on_need_blocks: OnNeedBlocks,
+        on_sender_lost: OnSenderLost,
         on_end: OnReceived,
         port: FramePort,
         stats: LinkStats,
@@ -49,6 +61,7 @@ class IncomingTransfer:
         self._writer: KVWriter | None = None
         self._hashes: BlockHashes | None = None
         self._on_need_blocks = on_need_blocks
+        self._on_sender_lost = on_sender_lost
         self._on_end = on_end
         self._port = port
         self._stats = stats
@@ -65,6 +78,19 @@ class IncomingTransfer:
         if not self.ended:
             self._writer = writer
             self._run(self._receiver.blocks_leased(now), self._peer, _NOTHING, now)
+
+    def sender_lost(self, epoch: int, error: PdserveError, now: float) -> None:
+        self._run(self._receiver.sender_lost(epoch, error, now), self._peer, _NOTHING, now)
+
+    def renew(self, now: float) -> int | None:
+        """Expect another sender; the epoch it must have. None where no other is wanted any more."""
+        before = self._receiver.epoch
+        self._run(self._receiver.renew(now), None, _NOTHING, now)
+        self._peer = None
+        return self._receiver.epoch if self._receiver.epoch > before else None
+
+    def take_over(self, now: float) -> None:
+        self._run(self._receiver.take_over(now), self._peer, _NOTHING, now)
 
     def abort(self, error: PdserveError, now: float) -> None:
         self._run(self._receiver.abort(error, now), self._peer, _NOTHING, now)
@@ -114,6 +140,12 @@ class IncomingTransfer:
                 case Verify():
                     self._trace.record("transfer_commit", transfer=self._name, side="receiver")
                     self._run(self._receiver.verified(self._mismatches(payload), now), peer, _NOTHING, now)
+                case SenderLost(error):
+                    self._trace.record("sender_lost", transfer=self._name, epoch=self._receiver.epoch)
+                    self._on_sender_lost(error)
+                case TakenOver():
+                    self._trace.record("transfer_taken_over", transfer=self._name, token_stop=action.token_stop)
+                    self._end(action)
                 case Delivered(tokens):
                     self._trace.record("transfer_complete", transfer=self._name, side="receiver")
                     self._end(tokens)
@@ -141,7 +173,7 @@ class IncomingTransfer:
         self._stats.integrity_failures += len(mismatches)
         return mismatches
 
-    def _end(self, outcome: Sequence[SampledToken] | PdserveError) -> None:
+    def _end(self, outcome: Sequence[SampledToken] | TakenOver | PdserveError) -> None:
         self._writer = None
         self._hashes = None
         self._on_end(outcome)

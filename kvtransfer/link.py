@@ -28,7 +28,7 @@ from typing import TypeVar
 
 from kvtransfer.exchange import Exchange
 from kvtransfer.frames import MAX_PAYLOAD_BYTES, TRANSFER_ID_BYTES, Open
-from kvtransfer.incoming import OnNeedBlocks, OnReceived
+from kvtransfer.incoming import OnNeedBlocks, OnReceived, OnSenderLost
 from kvtransfer.integrity import BLOCK_TOKENS, hash_tokens
 from kvtransfer.layout import KVLayout, KVReader, KVWriter
 from kvtransfer.outgoing import OnSent
@@ -174,14 +174,17 @@ class Link:
         on_need_blocks: OnNeedBlocks,
         on_end: OnReceived,
         *,
+        on_sender_lost: OnSenderLost | None = None,
         cached_tokens: int = 0,
         token_stop: int | None = None,
     ) -> Ticket:
         """Promise to receive the KV of tokens [cached_tokens, token_stop); by default up to the last of `token_ids`.
 
         `on_need_blocks` comes at most once, when the sender is there: lease blocks, then call `blocks_leased`.
-        `on_end` comes with the sampled tokens once everything is stored and verified, or with the error. Raises
-        ResourceExhausted or Unavailable (not running), and then neither is called.
+        `on_sender_lost` comes when the sender is gone for a reason that another one may cure: answer it with `renew` or
+        `take_over`; without it the transfer ends then. `on_end` comes with the sampled tokens once everything is
+        stored and verified, with how much is there after `take_over`, or with the error. Raises ResourceExhausted or
+        Unavailable (not running), and then none is called.
         """
         expected = Expectation(
             transfer=secrets.token_bytes(TRANSFER_ID_BYTES),
@@ -193,7 +196,8 @@ class Link:
             token_stop=len(token_ids) if token_stop is None else token_stop,
         )
         counted = self._incoming.take_until(on_end)
-        self._accept(partial(self._exchange.expect, expected, on_need_blocks, counted), self._incoming)
+        lost = on_sender_lost or partial(self._exchange.abort_incoming, expected.transfer)
+        self._accept(partial(self._exchange.expect, expected, on_need_blocks, lost, counted), self._incoming)
         self._log.debug("expecting KV", owner=str(owner), transfer=expected.transfer.hex())
         return Ticket(
             expected.transfer, expected.epoch, self.endpoint, cached_tokens, ttl_ms=self._config.ticket_ttl_ms
@@ -202,6 +206,19 @@ class Link:
     def blocks_leased(self, transfer_id: bytes, writer: KVWriter) -> None:
         """Every expected token has a place behind `writer`: let the sender begin."""
         self._post(partial(self._exchange.blocks_leased, transfer_id, writer))
+
+    def sender_lost(self, transfer_id: bytes, epoch: int, error: PdserveError) -> None:
+        """Somebody else knows that this epoch's sender is gone. Too late or told already: nothing happens."""
+        self._post(partial(self._exchange.sender_lost, transfer_id, epoch, error))
+
+    def renew(self, transfer_id: bytes, on_epoch: Callable[[int], None]) -> None:
+        """After `on_sender_lost`: expect another sender. `on_epoch` gets the epoch that its ticket must name, on the
+        link's thread; it is not called where the transfer has ended meanwhile."""
+        self._post(partial(self._exchange.renew, transfer_id, on_epoch))
+
+    def take_over(self, transfer_id: bytes) -> None:
+        """Want no more of the transfer: `on_end` comes with how much is stored. What still arrives is refused."""
+        self._post(partial(self._exchange.take_over, transfer_id))
 
     def abort_receiver(self, transfer_id: bytes, error: PdserveError) -> None:
         """End a transfer from this side. Does nothing if it has ended already."""

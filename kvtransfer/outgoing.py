@@ -108,17 +108,25 @@ class OutgoingTransfer:
         if action.resend:
             self._stats.frames_resent += 1
             self._stats.bytes_resent += payload.nbytes
-        self._hashes.present(layer, start, stop)
         self._hashes.absorb(layer, start, stop, payload)
-        for first, last in self._hashes.unhashed(layer, start, stop):  # blocks that came in pieces
-            whole = memoryview(self._reader.read(layer, first, last)).cast("B")
-            self._hashes.absorb(layer, first, last, whole)
+        self._hash(layer, start, stop)  # blocks that go in pieces
 
     def _send_commit(self, tokens: tuple[SampledToken, ...]) -> None:
         assert self._hashes is not None
+        for layer in range(self._offer.layout.layer_count):  # blocks that need not go: the receiver has them
+            self._hash(layer, self._offer.token_start, self._offer.token_stop)
         hashes = self._hashes.packed()
         self._port.send(self.peer, Commit(self._offer.transfer, self._offer.epoch, tokens, len(hashes)), hashes)
         self._trace.record("transfer_commit", transfer=self._name, side="sender")
+
+    def _hash(self, layer: int, start: int, stop: int) -> None:
+        """Read and hash what [start, stop), now ready, completes of blocks that have no hash yet."""
+        assert self._reader is not None
+        assert self._hashes is not None
+        self._hashes.present(layer, start, stop)
+        for first, last in self._hashes.unhashed(layer, start, stop):
+            whole = memoryview(self._reader.read(layer, first, last)).cast("B")
+            self._hashes.absorb(layer, first, last, whole)
 
     def _end(self, error: PdserveError | None) -> None:
         self._reader = None

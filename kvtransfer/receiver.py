@@ -1,16 +1,24 @@
-"""The receiving side of one transfer under one epoch, as a table: events in, actions out.
+"""The receiving side of one transfer, as a table: events in, actions out. One epoch has one sender.
 
               OPEN                    blocks_leased                COMMIT, all verified
     EXPECTED -------> WAITING_BLOCKS ---------------> RECEIVING -----------------------> COMPLETE
-                                                       ^     |
-                                                       +-----+  COMMIT, something missing or wrong: NACK
+       ^  |                 |                          |  ^  |
+       |  |                 |                          |  +--+  COMMIT, something missing or wrong: NACK
+       |  +-----------------+------------+-------------+
+       |                                 | ABORT, GONE, silence beyond the ttl, a breach of protocol, sender_lost
+       |            renew                v              take_over
+       +---------------------------- SENDERLESS ---------------------> TAKEN_OVER
 
-    each of the first three --> FAILED: abort, ABORT, GONE, an OPEN that does not fit, silence beyond the ttl, the
-    deadline, a breach of protocol, KV beyond repair
+    each of the first four --> FAILED: abort, an OPEN that does not fit, the deadline, KV beyond repair, an error that
+    another sender would not cure, SENDERLESS beyond the ttl
+
+`renew` begins the next epoch: what was stored stays, the new sender is told (HAVE) and sends only the rest, and its
+COMMIT verifies all of it. That is right because equal fingerprints give equal bits; where they differ, the COMMIT's
+list does not match and everything is sent again.
 
 No credit is granted before blocks are leased, so nothing can arrive that has no place. Any frame of the right epoch
-renews the ticket. A complete transfer answers probes with ACK and a failed one with ABORT, as the first answer may
-have been lost; for that the shell keeps the machine a while after its end.
+renews the ticket. A complete transfer answers probes with ACK, a failed or taken over one with ABORT, as the first
+answer may have been lost; for that the shell keeps the machine a while after its end.
 
 Knows no socket, thread, clock, block or byte of KV. Time comes in as an argument. A frame of another epoch, or one
 that its state does not allow, is counted in `refused` and changes nothing.
@@ -20,12 +28,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, Final
 
-from kvtransfer.actions import Delivered, Failed, NeedBlocks, ReceiverAction, Send, Verify, Write
+from kvtransfer.actions import Delivered, Failed, NeedBlocks, ReceiverAction, Send, SenderLost, TakenOver, Verify, Write
 from kvtransfer.credit import CreditGranter
 from kvtransfer.failure import abort_error, abort_frame
 from kvtransfer.fields import MAX_RANGES
@@ -37,6 +45,7 @@ from kvtransfer.frames import (
     Credit,
     Frame,
     Gone,
+    Have,
     Layer,
     Nack,
     Open,
@@ -58,7 +67,9 @@ class ReceiverState(StrEnum):
     EXPECTED = "expected"  # the ticket is out
     WAITING_BLOCKS = "waiting for blocks"
     RECEIVING = "receiving"
+    SENDERLESS = "without a sender"
     COMPLETE = "complete"
+    TAKEN_OVER = "taken over"
     FAILED = "failed"
 
 
@@ -92,7 +103,10 @@ class Receiver:
         self.refused = 0
         self.offer: Open | None = None  # the OPEN that was accepted
         self._expected = expected
-        self._max_frame_bytes = config.max_frame_bytes
+        self._first_epoch = expected.epoch
+        self._config = config
+        self._blocks_wanted = False
+        self._blocks_there = False
         self._timing = timing
         self._ends_at = now + timing.deadline_s
         self._heard_at = now
@@ -104,7 +118,7 @@ class Receiver:
 
     @property
     def ended(self) -> bool:
-        return self.state in (ReceiverState.COMPLETE, ReceiverState.FAILED)
+        return self.state in _ENDED
 
     @property
     def epoch(self) -> int:
@@ -135,11 +149,38 @@ class Receiver:
         return self._guarded(Receiver._ask_again, frame)
 
     def blocks_leased(self, now: float) -> list[ReceiverAction]:
-        """Every expected token has a place: let the sender begin."""
-        if self.state is not ReceiverState.WAITING_BLOCKS:
+        """Every expected token has a place: let the sender begin, if there is one."""
+        if self.ended or not self._blocks_wanted or self._blocks_there:
             return []
-        self.state = ReceiverState.RECEIVING
-        return [self._grant()]
+        self._blocks_there = True
+        return self._let_begin() if self.state is ReceiverState.WAITING_BLOCKS else []
+
+    def sender_lost(self, epoch: int, error: PdserveError, now: float) -> list[ReceiverAction]:
+        """Somebody else knows that this epoch's sender is gone. News of an older epoch is no news."""
+        return self._lose_sender(error, now) if epoch == self.epoch else []
+
+    def renew(self, now: float) -> list[ReceiverAction]:
+        """Begin the next epoch, for another sender. Only when SENDERLESS."""
+        if self.state is not ReceiverState.SENDERLESS:
+            return []
+        self._expected = replace(self._expected, epoch=self.epoch + 1)
+        self.credit = CreditGranter(self._config.window_bytes, self._config.max_frame_bytes)
+        self.state = ReceiverState.EXPECTED
+        self._heard_at = now
+        self._bad_payloads = 0
+        return []
+
+    def take_over(self, now: float) -> list[ReceiverAction]:
+        """Want no more: what is stored in every layer is the caller's, who computes the rest."""
+        if self.ended:
+            return []
+        self.state = ReceiverState.TAKEN_OVER
+        self._error = TransferError("the receiver computes the rest itself")
+        start = self._expected.token_start
+        firsts_missing = (self._missing(layer)[:1] for layer in range(len(self._covered)))
+        stop = min((gap[0][0] for gap in firsts_missing if gap), default=self._expected.token_stop)
+        farewell = Send(abort_frame(self._expected.transfer, self.epoch, self._error))
+        return [TakenOver(max(start, stop)), farewell]
 
     def written(self, frame: Layer, now: float) -> list[ReceiverAction]:
         """What Write asked for is stored."""
@@ -174,7 +215,7 @@ class Receiver:
         if now >= self._ends_at:
             return self._fail(TransferError(f"not done in {self._timing.deadline_s:g} s, still {self.state}"))
         if now >= self._heard_at + self._timing.ttl_s:
-            return self._fail(TransferError(f"the sender was silent for {self._timing.ttl_s:g} s while {self.state}"))
+            return self._lose_sender(self._silence(), now)
         return []
 
     # Handlers of the table below.
@@ -185,15 +226,26 @@ class Receiver:
             return self._fail(FailedPrecondition(problem))
         self.offer = offer
         self.state = ReceiverState.WAITING_BLOCKS
+        if self._blocks_there:
+            return [self._pong(), *self._let_begin()]
+        if self._blocks_wanted:
+            return [self._pong()]
+        self._blocks_wanted = True
         return [self._pong(), NeedBlocks()]
+
+    def _let_begin(self) -> list[ReceiverAction]:
+        self.state = ReceiverState.RECEIVING
+        return [*self._have(), self._grant()]
 
     def _unfit(self, offer: Open) -> str | None:
         smallest = offer.layout.payload_bytes(1)
-        if not smallest <= offer.max_frame_bytes <= self._max_frame_bytes:
+        if not smallest <= offer.max_frame_bytes <= self._config.max_frame_bytes:
             return (
                 f"max_frame_bytes: the sender has {offer.max_frame_bytes}, "
-                f"the receiver takes {smallest} to {self._max_frame_bytes}"
+                f"the receiver takes {smallest} to {self._config.max_frame_bytes}"
             )
+        if self.offer is not None and offer.block_tokens != self.offer.block_tokens:
+            return f"block_tokens: this sender has {offer.block_tokens}, an earlier one {self.offer.block_tokens}"
         if list_bytes(offer) > MAX_PAYLOAD_BYTES:
             return f"block_tokens: {offer.block_tokens} makes a list of {list_bytes(offer)} bytes"
         return None
@@ -207,7 +259,7 @@ class Receiver:
         return [self._pong(), self._grant()]
 
     def _reopened(self, offer: Open) -> list[ReceiverAction]:
-        return [self._grant()]
+        return [*self._have(), self._grant()]
 
     def _layer(self, frame: Layer) -> list[ReceiverAction]:
         self._check_place(frame)
@@ -247,16 +299,30 @@ class Receiver:
         return [Send(abort_frame(frame.transfer, frame.epoch, self._error))]
 
     def _aborted(self, frame: Abort) -> list[ReceiverAction]:
-        return self._end(abort_error(frame))
+        return self._lose_sender(abort_error(frame), self._heard_at)
 
     def _gone(self, frame: Gone) -> list[ReceiverAction]:
-        return self._end(TransferError("the sender no longer has the transfer"))
+        return self._lose_sender(TransferError("the sender no longer has the transfer"), self._heard_at)
+
+    def _lose_sender(self, error: PdserveError, now: float) -> list[ReceiverAction]:
+        """Whether the transfer can go on without this sender is not for the table to know; whether it may, is."""
+        if self.ended:
+            return []
+        if self.state is ReceiverState.SENDERLESS or not error.retryable:
+            return self._end(error)
+        self.state = ReceiverState.SENDERLESS
+        self._heard_at = now
+        return [SenderLost(error)]
+
+    def _silence(self) -> TransferError:
+        return TransferError(f"the sender was silent for {self._timing.ttl_s:g} s while {self.state}")
 
     def _guarded(self, handler: _Handler, frame: Frame) -> list[ReceiverAction]:
         try:
             return handler(self, frame)
         except (ProtocolError, TransferError) as error:
-            return self._fail(error)
+            farewell = Send(abort_frame(self._expected.transfer, self.epoch, error))
+            return [*self._lose_sender(error, self._heard_at), farewell]
 
     def _stale(self, frame: Frame) -> list[ReceiverAction]:
         """Tell the sender of another epoch that its time is over; this transfer goes on."""
@@ -271,7 +337,7 @@ class Receiver:
         if frame.layer >= len(self._covered) or not inside:
             raise ProtocolError(f"layer {frame.layer}, tokens [{frame.token_start}, {frame.token_stop}) not offered")
         byte_count = expected.layout.payload_bytes(frame.token_stop - frame.token_start)
-        if frame.payload_bytes != byte_count or byte_count > self._max_frame_bytes:
+        if frame.payload_bytes != byte_count or byte_count > self._config.max_frame_bytes:
             raise ProtocolError(f"{frame.payload_bytes} bytes for tokens [{frame.token_start}, {frame.token_stop})")
 
     def _consume(self, spent: int) -> list[ReceiverAction]:
@@ -284,6 +350,14 @@ class Receiver:
     def _nack_missing(self) -> Send:
         ranges = [(layer, start, stop) for layer in range(len(self._covered)) for start, stop in self._missing(layer)]
         return self._nack(tuple(ranges[:MAX_RANGES]))
+
+    def _have(self) -> list[ReceiverAction]:
+        """What earlier epochs brought; nothing in the first one."""
+        span = (self._expected.token_start, self._expected.token_stop)
+        held = [(layer, *part) for layer, covered in enumerate(self._covered) for part in covered.within(*span)]
+        if self.epoch == self._first_epoch or not held:
+            return []
+        return [Send(Have(self._expected.transfer, self.epoch, tuple(held[:MAX_RANGES])))]
 
     def _nack(self, ranges: tuple[tuple[int, int, int], ...]) -> Send:
         return Send(Nack(self._expected.transfer, self.epoch, ranges))
@@ -308,8 +382,15 @@ class Receiver:
 
 _Handler = Callable[[Receiver, Any], list[ReceiverAction]]
 
+_ENDED: Final = (ReceiverState.COMPLETE, ReceiverState.TAKEN_OVER, ReceiverState.FAILED)
+
 # What is not here is refused.
 _UNTIL_THE_END: Final[dict[type[Any], _Handler]] = {Abort: Receiver._aborted, Gone: Receiver._gone}
+_TURNED_AWAY: Final[dict[type[Any], _Handler]] = {
+    Ping: Receiver._abort_again,
+    Open: Receiver._abort_again,
+    Commit: Receiver._abort_again,
+}
 _ON_FRAME: Final[Mapping[ReceiverState, Mapping[type[Any], _Handler]]] = MappingProxyType(
     {
         ReceiverState.EXPECTED: _UNTIL_THE_END | {Ping: Receiver._waiting, Open: Receiver._opened},
@@ -326,10 +407,8 @@ _ON_FRAME: Final[Mapping[ReceiverState, Mapping[type[Any], _Handler]]] = Mapping
             Open: Receiver._acknowledge_again,
             Commit: Receiver._acknowledge_again,
         },
-        ReceiverState.FAILED: {
-            Ping: Receiver._abort_again,
-            Open: Receiver._abort_again,
-            Commit: Receiver._abort_again,
-        },
+        ReceiverState.SENDERLESS: {},
+        ReceiverState.TAKEN_OVER: _TURNED_AWAY,
+        ReceiverState.FAILED: _TURNED_AWAY,
     }
 )

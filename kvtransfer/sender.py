@@ -8,9 +8,10 @@
 
     each of the first four --> FAILED: abort, ABORT, silence beyond the ttl, the deadline, a breach of protocol
 
-Ranges that are ready wait in a queue, as numbers, until there is credit for them. Tokens must stay readable until
-the transfer has ended. Silence is probed: with PING in QUEUED and STREAMING, with OPEN again in OPENING, with COMMIT
-again in COMMITTED; so a lost frame of any type delays a transfer by about a probe's interval.
+Ranges that are ready wait in a queue, as numbers, until there is credit for them; what the receiver HAS from an
+earlier epoch's sender is left out. Tokens must stay readable until the transfer has ended. Silence is probed: with
+PING in QUEUED and STREAMING, with OPEN again in OPENING, with COMMIT again in COMMITTED; so a lost frame of any type
+delays a transfer by about a probe's interval.
 
 Knows no socket, thread, clock or byte of KV. Time comes in as an argument. A frame of another epoch, or one that its
 state does not allow, is counted in `refused` and never acted on.
@@ -29,7 +30,7 @@ from typing import Any, Final
 from kvtransfer.actions import Failed, Finished, Send, SendCommit, SenderAction, SendLayer
 from kvtransfer.credit import CreditSpender
 from kvtransfer.failure import abort_error, abort_frame
-from kvtransfer.frames import Abort, Ack, Credit, Frame, Gone, Layer, Nack, Open, Ping
+from kvtransfer.frames import Abort, Ack, Credit, Frame, Gone, Have, Layer, Nack, Open, Ping
 from kvtransfer.ranges import RangeSet
 from kvtransfer.timing import Timing
 from pdserve.errors import InternalError, PdserveError, ProtocolError, TransferError
@@ -70,6 +71,7 @@ class Sender:
         layers = range(offer.layout.layer_count)
         self._ready = [RangeSet() for _ in layers]
         self._sent = [RangeSet() for _ in layers]
+        self._held = [RangeSet() for _ in layers]  # at the receiver, from earlier epochs
         self._queue: deque[_Queued] = deque()
         self._tokens: tuple[SampledToken, ...] | None = None
         self._commits = 0
@@ -155,11 +157,21 @@ class Sender:
             self.state = SenderState.STREAMING
         return self._pump(now)
 
+    def _leave_out(self, frame: Have, now: float) -> list[SenderAction]:
+        if self.credit.spent or self._commits:
+            return []  # late: a NACK may have asked for the same ranges since
+        if (breach := self._not_offered(frame)) is not None:
+            return self._fail(breach)
+        for layer, start, stop in frame.ranges:
+            self._held[layer].add(start, stop)
+        return []
+
     def _resend(self, frame: Nack, now: float) -> list[SenderAction]:
         """Queue again what was sent of the ranges. What is queued is not queued twice."""
+        if (breach := self._not_offered(frame)) is not None:
+            return self._fail(breach)
         for layer, start, stop in frame.ranges:
-            if layer >= len(self._sent) or start < self._offer.token_start or stop > self._offer.token_stop:
-                return self._fail(ProtocolError(f"NACK of layer {layer}, [{start}, {stop}), which was not offered"))
+            self._held[layer].discard(start, stop)
             for first, last in self._sent[layer].within(start, stop):
                 self._sent[layer].discard(first, last)
                 self._queue.append(_Queued(layer, first, last, resend=True))
@@ -186,6 +198,8 @@ class Sender:
         actions: list[SenderAction] = []
         while self._queue:
             item = self._queue[0]
+            if self._skip_held(item):
+                continue
             stop = self._cut(item.start, item.stop)
             byte_count = self._offer.layout.payload_bytes(stop - item.start)
             if byte_count > self.credit.available:
@@ -199,6 +213,24 @@ class Sender:
             self._probed_at = now
             actions.append(self._probe())
         return actions
+
+    def _skip_held(self, item: _Queued) -> bool:
+        """Replace the first of the queue by the parts of it that the receiver lacks; False if that is all of it."""
+        lacking = self._held[item.layer].missing(item.start, item.stop)
+        if lacking == [(item.start, item.stop)]:
+            return False
+        self._queue.popleft()
+        self._queue.extendleft(_Queued(item.layer, a, b, item.resend) for a, b in reversed(lacking))
+        for first, last in self._held[item.layer].within(item.start, item.stop):
+            self._sent[item.layer].add(first, last)  # so that a NACK brings it back
+        return True
+
+    def _not_offered(self, frame: Nack | Have) -> ProtocolError | None:
+        for layer, start, stop in frame.ranges:
+            if layer >= len(self._sent) or start < self._offer.token_start or stop > self._offer.token_stop:
+                name = type(frame).__name__.upper()
+                return ProtocolError(f"{name} of layer {layer}, [{start}, {stop}), which was not offered")
+        return None
 
     def _send_layer(self, item: _Queued, stop: int, byte_count: int) -> SendLayer:
         self._sent[item.layer].add(item.start, stop)
@@ -244,8 +276,9 @@ _ALWAYS: Final[dict[type[Any], _Handler]] = {Ping: Sender._alive, Abort: Sender.
 _ON_FRAME: Final[Mapping[SenderState, Mapping[type[Any], _Handler]]] = MappingProxyType(
     {
         SenderState.QUEUED: _ALWAYS,
-        SenderState.OPENING: _ALWAYS | {Credit: Sender._credited},
-        SenderState.STREAMING: _ALWAYS | {Credit: Sender._credited, Nack: Sender._resend, Ack: Sender._acknowledged},
+        SenderState.OPENING: _ALWAYS | {Credit: Sender._credited, Have: Sender._leave_out},
+        SenderState.STREAMING: _ALWAYS
+        | {Have: Sender._leave_out, Credit: Sender._credited, Nack: Sender._resend, Ack: Sender._acknowledged},
         SenderState.COMMITTED: _ALWAYS | {Credit: Sender._credited, Nack: Sender._resend, Ack: Sender._acknowledged},
         SenderState.DONE: {},
         SenderState.FAILED: {Credit: Sender._gone, Nack: Sender._gone},

@@ -52,6 +52,9 @@ class TransferConfig:
     ticket_ttl_ms: int = 5_000
     ping_interval_ms: int = 500
     deadline_ms: int = 600_000  # with the wait in the sender's queue
+    max_renewals: int = 2  # senders tried after the first one before decode computes the rest itself
+    renewal_failures: int = 3  # failures in a row, over all transfers, after which renewing cools down
+    renewal_cooldown_ms: int = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +137,9 @@ class Config:
             ("transfer.ticket_ttl_ms", self.transfer.ticket_ttl_ms, 2 * self.transfer.ping_interval_ms),
             ("transfer.ping_interval_ms", self.transfer.ping_interval_ms, 10),
             ("transfer.deadline_ms", self.transfer.deadline_ms, 1),
+            ("transfer.max_renewals", self.transfer.max_renewals, 0),
+            ("transfer.renewal_failures", self.transfer.renewal_failures, 1),
+            ("transfer.renewal_cooldown_ms", self.transfer.renewal_cooldown_ms, 0),
             ("router.grpc_port", self.router.grpc_port, 0),
             ("router.session_port", self.router.session_port, 0),
             ("router.max_attempts", self.router.max_attempts, 1),

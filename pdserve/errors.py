@@ -124,9 +124,10 @@ class DataLoss(PdserveError):
 
 
 class InternalError(PdserveError):
-    """A bug in pdserve."""
+    """A bug in pdserve. Another worker may not meet it; how often that is tried is bounded."""
 
     code = "INTERNAL"
+    retryable = True
     blames_worker = True
 
 

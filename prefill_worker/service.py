@@ -22,7 +22,7 @@ from engine.kv_store import SequenceKV
 from engine.sequence import Sequence
 from kvtransfer.link import Link
 from pdserve import logs
-from pdserve.errors import Cancelled, PdserveError, ResourceExhausted
+from pdserve.errors import Cancelled, PdserveError, ResourceExhausted, TransferError
 from pdserve.tracing import Trace
 from pdserve.types import Finish, Owner, SampledToken, SamplingParams, Ticket
 
@@ -56,6 +56,10 @@ class PrefillService:
         if len(self._exports) >= self._max_queued:
             full = ResourceExhausted(f"{len(self._exports)} prompts are queued, the most this worker takes")
             self._reports.terminal(owner, full)
+            return
+        if owner in self._exports:
+            again = TransferError(f"an earlier epoch of {owner} has not ended at this worker")
+            self._reports.terminal(owner, again)
             return
         export = Export(self, owner, ticket)
         sequence = Sequence(owner, prompt_ids, output_ids, params, export, stops_after_prefill=True, exports_kv=True)

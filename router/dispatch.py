@@ -2,20 +2,23 @@
 
 It owns a request from `submit` to its `End` action. What it knows of an attempt:
 
-    PLACING ──pair chosen──► TICKET ──Ticket──► PREFILL ──first token──► DECODE ──Terminal──► End
-       ▲                       │                   │                       │
-       └───────────────────────┴───────────────────┴───────────────────────┘
-        a worker of the attempt is lost, fails it, or lets a deadline pass: its leases are aborted, and the next attempt
-        goes on from the tokens already accepted
+    PLACING ──decode chosen──► TICKET ──Ticket, prefill chosen──► PREFILL ──first token──► DECODE ──Terminal──► End
+       ▲                         │                                │     ▲                    │
+       │                         │             Ticket of the next epoch, another prefill     │
+       │                         │                                └─────┘                    │
+       └─────────────────────────┴────────────────────────────────┴──────────────────────────┘
+        the decode worker of the attempt is lost, fails it, or lets a deadline pass: what is held for it is aborted, and
+        the next attempt goes on from the tokens already accepted
+
+A prefill worker that is lost or fails does not end the attempt: the decode worker keeps what it received, and issues a
+ticket for another one or computes the rest itself.
 
 A token is accepted once: when it comes from the decode worker of the current attempt, at the next output position.
-Everything that an older attempt still says is fenced off by its owner. With `local_prefill` the decode worker computes
-the prompt itself, and TICKET is skipped.
+Everything that an older attempt still says is fenced off by its owner.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -23,6 +26,7 @@ from pdserve.config import RouterConfig
 from pdserve.errors import (
     AlreadyExists,
     Cancelled,
+    InternalError,
     PdserveError,
     ProtocolError,
     ResourceExhausted,
@@ -63,6 +67,33 @@ class StartPrefill:
 
 
 @dataclass(frozen=True, slots=True)
+class SenderLost:
+    """A decode worker shall not wait for the sender of this epoch any longer."""
+
+    worker: str
+    owner: Owner
+    epoch: int
+    error: PdserveError
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillLocally:
+    """There is no prefill worker for this decode worker's ticket."""
+
+    worker: str
+    owner: Owner
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """For the log and the metrics: an attempt goes on without its prefill worker."""
+
+    owner: Owner
+    rung: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Abort:
     """A worker shall drop everything it holds for this owner."""
 
@@ -97,7 +128,7 @@ class End:
     exact: bool
 
 
-Action = StartDecode | StartPrefill | Abort | Accept | Retry | End
+Action = StartDecode | StartPrefill | SenderLost | PrefillLocally | Abort | Accept | Fallback | Retry | End
 
 
 class Phase(Enum):
@@ -109,14 +140,15 @@ class Phase(Enum):
 
 @dataclass(slots=True)
 class _Attempt:
+    """Workers are named as long as they hold something for it."""
+
     owner: Owner
-    decode: str
-    prefill: str | None
-    prefill_delivered: bool = False
+    decode: str | None
+    prefill: str | None = None
+    epoch: int = 0  # of the latest ticket
 
     def workers(self) -> list[str]:
-        """The workers that still hold something for this attempt."""
-        return [self.decode] if self.prefill is None or self.prefill_delivered else [self.decode, self.prefill]
+        return [worker for worker in (self.decode, self.prefill) if worker is not None]
 
 
 @dataclass(slots=True)
@@ -164,13 +196,32 @@ class Dispatch:
         return self._place(entry, now)
 
     def on_ticket(self, worker: str, owner: Owner, ticket: Ticket, now: float) -> list[Action]:
+        """A decode worker expects KV: find it a sender."""
         entry = self._current(owner)
-        if entry is None or entry.attempt is None or entry.phase is not Phase.TICKET or worker != entry.attempt.decode:
+        if entry is None or entry.attempt is None or worker != entry.attempt.decode:
             return []
-        assert entry.attempt.prefill is not None
+        if entry.phase not in (Phase.TICKET, Phase.PREFILL) or ticket.epoch <= entry.attempt.epoch:
+            return []
+        first = entry.phase is Phase.TICKET
         entry.phase = Phase.PREFILL
         entry.deadline = None
-        return [StartPrefill(entry.attempt.prefill, owner, entry.request, tuple(entry.output_ids), ticket)]
+        entry.attempt.epoch = ticket.epoch
+        entry.attempt.prefill = self._policy.choose_prefill(self._wish(entry), self._candidates())
+        if entry.attempt.prefill is None:
+            return [PrefillLocally(worker, owner)]
+        self._note_prompt(entry, entry.attempt.prefill)
+        start = StartPrefill(entry.attempt.prefill, owner, entry.request, tuple(entry.output_ids), ticket)
+        return [start] if first else [Fallback(owner, "another sender", f"epoch {ticket.epoch}"), start]
+
+    def on_local_prefill(self, worker: str, owner: Owner, reason: str) -> list[Action]:
+        """A decode worker computes the rest of the prompt's KV itself."""
+        entry = self._current(owner)
+        if entry is None or entry.attempt is None or worker != entry.attempt.decode:
+            return []
+        self._note_prompt(entry, worker)
+        entry.deadline = None
+        entry.attempt.prefill = None
+        return [Fallback(owner, "local", reason)]
 
     def on_tokens(
         self, worker: str, owner: Owner, first_position: int, tokens: tuple[SampledToken, ...], now: float
@@ -182,7 +233,8 @@ class Dispatch:
             gap = ProtocolError(f"{worker} sent output token {first_position} where {len(entry.output_ids)} is next")
             return self._fail_attempt(entry, gap, worker, now)
         entry.phase = Phase.DECODE
-        entry.attempt.prefill_delivered = True
+        entry.deadline = None
+        entry.attempt.prefill = None
         entry.output_ids.extend(token.token_id for token in tokens)
         return [Accept(entry.request.request_id, tokens)]
 
@@ -191,24 +243,28 @@ class Dispatch:
         entry = self._current(owner)
         if entry is None or entry.attempt is None:
             return []
-        if isinstance(outcome, PdserveError):
-            if worker == entry.attempt.prefill and entry.attempt.prefill_delivered:
-                return []
-            return self._fail_attempt(entry, outcome, worker, now)
-        if worker == entry.attempt.decode and outcome is not None:
-            entry.attempt = None
-            return self._end(entry, outcome)
+        if worker == entry.attempt.decode:
+            entry.attempt.decode = None
+            if isinstance(outcome, PdserveError):
+                return self._fail_attempt(entry, outcome, worker, now)
+            return self._end(entry, outcome) if outcome else []
         if worker == entry.attempt.prefill:
-            entry.attempt.prefill_delivered = True
+            entry.attempt.prefill = None
+            if isinstance(outcome, PdserveError):
+                return self._lose_prefill(entry, worker, outcome, now)
         return []
 
     def on_worker_lost(self, worker: str, now: float) -> list[Action]:
-        """A member has left. Attempts that still need it are made anew elsewhere."""
+        """A member has left. What still needs it goes on elsewhere."""
         actions: list[Action] = []
         for entry in list(self._requests.values()):
-            if entry.attempt and worker in entry.attempt.workers():
-                lost = Unavailable(f"worker {worker} was lost")
+            lost = Unavailable(f"worker {worker} was lost")
+            if entry.attempt and worker == entry.attempt.decode:
+                entry.attempt.decode = None
                 actions += self._fail_attempt(entry, lost, worker, now)
+            elif entry.attempt and worker == entry.attempt.prefill:
+                entry.attempt.prefill = None
+                actions += self._lose_prefill(entry, worker, lost, now)
         return actions
 
     def on_worker_joined(self, now: float) -> list[Action]:
@@ -237,7 +293,7 @@ class Dispatch:
             if entry.phase is Phase.PLACING:
                 waited_s = self._config.placement_timeout_ms / 1000
                 actions += self._end(entry, Unavailable(f"no decode worker is alive (waited {waited_s:g} s)"))
-            elif entry.attempt is not None:
+            elif entry.attempt is not None and entry.attempt.decode is not None:
                 silent = TransferError(f"{entry.attempt.decode} issued no ticket in time")
                 actions += self._fail_attempt(entry, silent, entry.attempt.decode, now)
         return actions
@@ -253,23 +309,28 @@ class Dispatch:
 
     def _place(self, entry: _InFlight, now: float) -> list[Action]:
         """Start the next attempt, or wait for a worker to place it on."""
-        wish = Wish(frozenset(entry.avoid), entry.prompt_fingerprint, entry.output_fingerprint)
-        placement = self._policy.choose(wish, list(self._candidates()))
-        if placement is None:
+        wish, candidates = self._wish(entry), self._candidates()
+        decode = self._policy.choose_decode(wish, candidates)
+        if decode is None:
             entry.phase = Phase.PLACING
             if entry.deadline is None:
                 entry.deadline = now + self._config.placement_timeout_ms / 1000
             return []
         entry.attempts += 1
         owner = Owner(entry.request.tenant, entry.request.request_id, self._incarnation, entry.attempts)
-        entry.attempt = _Attempt(owner, placement.decode, placement.prefill)
-        self._note_fingerprints(entry, placement.prefill or placement.decode, placement.decode)
-        local = placement.prefill is None
+        entry.attempt = _Attempt(owner, decode)
+        self._note_output(entry, decode)
+        local = self._policy.choose_prefill(wish, candidates) is None
+        if local:
+            self._note_prompt(entry, decode)
         entry.phase = Phase.PREFILL if local else Phase.TICKET
         entry.deadline = None if local else now + self._config.ticket_timeout_ms / 1000
-        return [StartDecode(placement.decode, owner, entry.request, tuple(entry.output_ids), local)]
+        return [StartDecode(decode, owner, entry.request, tuple(entry.output_ids), local)]
 
-    def _candidates(self) -> Iterable[Candidate]:
+    def _wish(self, entry: _InFlight) -> Wish:
+        return Wish(frozenset(entry.avoid), entry.prompt_fingerprint, entry.output_fingerprint)
+
+    def _candidates(self) -> list[Candidate]:
         requests: dict[str, int] = {}
         prompt_tokens: dict[str, int] = {}
         for entry in self._requests.values():
@@ -277,36 +338,57 @@ class Dispatch:
                 requests[worker] = requests.get(worker, 0) + 1
                 tokens = len(entry.request.prompt_ids) + len(entry.output_ids)
                 prompt_tokens[worker] = prompt_tokens.get(worker, 0) + tokens
-        for member in self._membership:
-            info = member.info
-            yield Candidate(
-                incarnation=info.incarnation,
-                worker_id=info.worker_id,
-                role=info.role,
-                fingerprint=info.fingerprint,
-                assigned_requests=requests.get(info.incarnation, 0),
-                assigned_prompt_tokens=prompt_tokens.get(info.incarnation, 0),
+        return [
+            Candidate(
+                incarnation=member.info.incarnation,
+                worker_id=member.info.worker_id,
+                role=member.info.role,
+                fingerprint=member.info.fingerprint,
+                assigned_requests=requests.get(member.info.incarnation, 0),
+                assigned_prompt_tokens=prompt_tokens.get(member.info.incarnation, 0),
                 free_blocks=member.load.blocks.free,
             )
+            for member in self._membership
+        ]
 
-    def _note_fingerprints(self, entry: _InFlight, prefill: str, decode: str) -> None:
-        """The first attempt decides which fingerprint each range belongs to; a later one that differs is not exact."""
-        prefill_member, decode_member = self._membership.get(prefill), self._membership.get(decode)
-        assert prefill_member is not None
-        assert decode_member is not None
-        prefill_print, decode_print = prefill_member.info.fingerprint, decode_member.info.fingerprint
-        entry.eos_token_ids = decode_member.info.eos_token_ids
-        if entry.prompt_fingerprint is None or entry.output_fingerprint is None:
-            entry.prompt_fingerprint, entry.output_fingerprint = prefill_print, decode_print
-            return
-        recomputed_output = bool(entry.output_ids) and prefill_print != entry.output_fingerprint
-        if prefill_print != entry.prompt_fingerprint or decode_print != entry.output_fingerprint or recomputed_output:
+    # The first worker to compute a range decides its fingerprint; another one's makes the stream inexact.
+
+    def _note_prompt(self, entry: _InFlight, worker: str) -> None:
+        """`worker` computes the KV of the prompt and of what was accepted of the output."""
+        fingerprint = self._fingerprint(worker)
+        entry.prompt_fingerprint = entry.prompt_fingerprint or fingerprint
+        of_output = entry.output_fingerprint if entry.output_ids else fingerprint
+        if fingerprint != entry.prompt_fingerprint or fingerprint != of_output:
             entry.exact = False
+
+    def _note_output(self, entry: _InFlight, worker: str) -> None:
+        """`worker` computes what comes next of the output."""
+        fingerprint = self._fingerprint(worker)
+        entry.output_fingerprint = entry.output_fingerprint or fingerprint
+        if fingerprint != entry.output_fingerprint:
+            entry.exact = False
+        member = self._membership.get(worker)
+        entry.eos_token_ids = member.info.eos_token_ids if member else entry.eos_token_ids
+
+    def _fingerprint(self, worker: str) -> str:
+        member = self._membership.get(worker)
+        assert member is not None, "only members are chosen, and only members report"
+        return member.info.fingerprint
+
+    def _lose_prefill(self, entry: _InFlight, worker: str, error: PdserveError, now: float) -> list[Action]:
+        """The sender is gone before the first token: let the decode worker ask for another one."""
+        assert entry.attempt is not None
+        assert entry.attempt.decode is not None
+        if not error.retryable:
+            return self._end(entry, error)
+        entry.avoid.add(worker)
+        entry.deadline = now + self._config.ticket_timeout_ms / 1000
+        return [SenderLost(entry.attempt.decode, entry.attempt.owner, entry.attempt.epoch, error)]
 
     def _fail_attempt(self, entry: _InFlight, error: PdserveError, worker: str, now: float) -> list[Action]:
         """Abort what is left of the current attempt and go on: another attempt, or the end."""
         assert entry.attempt is not None
-        actions = self._abort_attempt(entry, except_worker=worker if worker not in self._membership else None)
+        actions = self._abort_attempt(entry)
         owner, phase = entry.attempt.owner, entry.phase.value
         entry.attempt = None
         entry.deadline = None
@@ -316,16 +398,16 @@ class Dispatch:
         if not error.retryable:
             return [*actions, *self._end(entry, error)]
         if entry.attempts >= self._config.max_attempts:
-            full = isinstance(error, ResourceExhausted)
-            gave_up = error if full else Unavailable(f"gave up after {entry.attempts} attempts; the last one: {error}")
-            return [*actions, *self._end(entry, gave_up)]
+            if not isinstance(error, ResourceExhausted | InternalError):
+                error = Unavailable(f"gave up after {entry.attempts} attempts; the last one: {error}")
+            return [*actions, *self._end(entry, error)]
         entry.avoid.add(worker)
         return [*actions, Retry(owner, phase, str(error)), *self._place(entry, now)]
 
-    def _abort_attempt(self, entry: _InFlight, except_worker: str | None = None) -> list[Action]:
+    def _abort_attempt(self, entry: _InFlight) -> list[Action]:
         assert entry.attempt is not None
         owner = entry.attempt.owner
-        return [Abort(worker, owner) for worker in entry.attempt.workers() if worker != except_worker]
+        return [Abort(worker, owner) for worker in entry.attempt.workers()]
 
     def _end(self, entry: _InFlight, outcome: Finish | PdserveError) -> list[Action]:
         """Forget the request, drop what workers hold for it, and say how it ended: once."""

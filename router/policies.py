@@ -31,29 +31,23 @@ class Wish:
     output_fingerprint: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """A decode worker, and the prefill worker that sends it the KV. None: the decode worker prefills itself."""
-
-    decode: str
-    prefill: str | None
-
-
 class Policy(Protocol):
-    def choose(self, wish: Wish, candidates: list[Candidate]) -> Placement | None:
-        """A placement, or None where no decode worker is alive."""
+    def choose_decode(self, wish: Wish, candidates: list[Candidate]) -> str | None:
+        """A decode worker, or None where none is alive."""
+        ...
+
+    def choose_prefill(self, wish: Wish, candidates: list[Candidate]) -> str | None:
+        """A prefill worker, or None where there is none but such that failed before."""
         ...
 
 
 class LeastLoaded:
-    """The least loaded decode and prefill worker. Exactness first: one that failed the attempt before is the last
-    choice, one of another fingerprint the last but one."""
+    """The least loaded worker of each role. Exactness first: a decode worker that failed the attempt before is the
+    last choice, one of another fingerprint the last but one."""
 
-    def choose(self, wish: Wish, candidates: list[Candidate]) -> Placement | None:
+    def choose_decode(self, wish: Wish, candidates: list[Candidate]) -> str | None:
         decoders = [c for c in candidates if c.role is Role.DECODE]
-        if not decoders:
-            return None
-        decode = min(
+        chosen = min(
             decoders,
             key=lambda c: (
                 c.incarnation in wish.avoid,
@@ -62,11 +56,13 @@ class LeastLoaded:
                 -c.free_blocks,
                 c.worker_id,
             ),
+            default=None,
         )
+        return chosen.incarnation if chosen else None
+
+    def choose_prefill(self, wish: Wish, candidates: list[Candidate]) -> str | None:
         prefillers = [c for c in candidates if c.role is Role.PREFILL and c.incarnation not in wish.avoid]
-        if not prefillers:
-            return Placement(decode.incarnation, None)
-        prefill = min(
+        chosen = min(
             prefillers,
             key=lambda c: (
                 wish.prompt_fingerprint not in (None, c.fingerprint),
@@ -75,5 +71,6 @@ class LeastLoaded:
                 -c.free_blocks,
                 c.worker_id,
             ),
+            default=None,
         )
-        return Placement(decode.incarnation, prefill.incarnation)
+        return chosen.incarnation if chosen else None

@@ -24,7 +24,20 @@ from pdserve.errors import ConfigError, PdserveError, Unavailable
 from pdserve.rpc import cluster_pb2 as pb
 from pdserve.rpc import cluster_pb2_grpc, convert, inference_pb2, inference_pb2_grpc
 from pdserve.types import Finish, Load, ModelLimits, Owner, Role, SampledToken, Ticket
-from router.dispatch import Abort, Accept, Action, Dispatch, End, Request, Retry, StartDecode, StartPrefill
+from router.dispatch import (
+    Abort,
+    Accept,
+    Action,
+    Dispatch,
+    End,
+    Fallback,
+    PrefillLocally,
+    Request,
+    Retry,
+    SenderLost,
+    StartDecode,
+    StartPrefill,
+)
 from router.frontend import Frontend
 from router.membership import Membership
 from router.policies import LeastLoaded
@@ -248,6 +261,9 @@ class Router:
     def ticket(self, worker: str, owner: Owner, ticket: Ticket) -> None:
         self._perform(self._dispatch.on_ticket(worker, owner, ticket, self._clock.now()))
 
+    def local_prefill(self, worker: str, owner: Owner, reason: str) -> None:
+        self._perform(self._dispatch.on_local_prefill(worker, owner, reason))
+
     def tokens(self, worker: str, owner: Owner, first_position: int, tokens: tuple[SampledToken, ...]) -> None:
         self._perform(self._dispatch.on_tokens(worker, owner, first_position, tokens, self._clock.now()))
 
@@ -287,6 +303,17 @@ class Router:
                     ticket = convert.ticket_to_proto(action.owner, action.ticket)
                     start_prefill = pb.StartPrefill(sequence=_sequence(action), ticket=ticket)
                     self._send(action.worker, pb.RouterMessage(start_prefill=start_prefill))
+                case SenderLost():
+                    lost = pb.SenderLost(
+                        owner=convert.owner_to_proto(action.owner),
+                        epoch=action.epoch,
+                        error_code=action.error.code,
+                        error_message=str(action.error),
+                    )
+                    self._send(action.worker, pb.RouterMessage(sender_lost=lost))
+                case PrefillLocally():
+                    local = pb.PrefillLocally(owner=convert.owner_to_proto(action.owner))
+                    self._send(action.worker, pb.RouterMessage(prefill_locally=local))
                 case Abort():
                     abort = pb.Abort(owner=convert.owner_to_proto(action.owner))
                     self._send(action.worker, pb.RouterMessage(abort=abort))
@@ -294,6 +321,8 @@ class Router:
                     self._streams[action.request_id].put(action)
                 case End():
                     self._streams.pop(action.request_id).put(action)
+                case Fallback():
+                    _log.warning("fallback", owner=action.owner, rung=action.rung, reason=action.reason)
                 case Retry():
                     _log.warning("attempt failed", owner=action.owner, phase=action.phase, reason=action.reason)
 

@@ -36,6 +36,8 @@ class SessionEvents(Protocol):
 
     def ticket(self, worker: str, owner: Owner, ticket: Ticket) -> None: ...
 
+    def local_prefill(self, worker: str, owner: Owner, reason: str) -> None: ...
+
     def tokens(self, worker: str, owner: Owner, first_position: int, tokens: tuple[SampledToken, ...]) -> None: ...
 
     def terminal(self, worker: str, owner: Owner, outcome: Finish | PdserveError | None) -> None: ...
@@ -142,6 +144,9 @@ class Sessions(ClusterServicer):
             case "ticket":
                 owner = convert.owner_from_proto(message.ticket.owner)
                 events.ticket(worker, owner, convert.ticket_from_proto(message.ticket))
+            case "local_prefill":
+                owner = convert.owner_from_proto(message.local_prefill.owner)
+                events.local_prefill(worker, owner, message.local_prefill.reason)
             case "terminal":
                 owner = convert.owner_from_proto(message.terminal.owner)
                 events.terminal(worker, owner, convert.terminal_from_proto(message.terminal))

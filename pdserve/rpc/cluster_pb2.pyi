@@ -8,32 +8,38 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("hello", "load", "ticket", "tokens", "terminal")
+    __slots__ = ("hello", "load", "ticket", "tokens", "terminal", "local_prefill")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     TERMINAL_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_PREFILL_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     load: Load
     ticket: Ticket
     tokens: Tokens
     terminal: Terminal
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., terminal: _Optional[_Union[Terminal, _Mapping]] = ...) -> None: ...
+    local_prefill: LocalPrefill
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., terminal: _Optional[_Union[Terminal, _Mapping]] = ..., local_prefill: _Optional[_Union[LocalPrefill, _Mapping]] = ...) -> None: ...
 
 class RouterMessage(_message.Message):
-    __slots__ = ("welcome", "start_decode", "start_prefill", "abort", "renew")
+    __slots__ = ("welcome", "start_decode", "start_prefill", "abort", "renew", "sender_lost", "prefill_locally")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     START_DECODE_FIELD_NUMBER: _ClassVar[int]
     START_PREFILL_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     RENEW_FIELD_NUMBER: _ClassVar[int]
+    SENDER_LOST_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_LOCALLY_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     start_decode: StartDecode
     start_prefill: StartPrefill
     abort: Abort
     renew: Renew
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., start_decode: _Optional[_Union[StartDecode, _Mapping]] = ..., start_prefill: _Optional[_Union[StartPrefill, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ...) -> None: ...
+    sender_lost: SenderLost
+    prefill_locally: PrefillLocally
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., start_decode: _Optional[_Union[StartDecode, _Mapping]] = ..., start_prefill: _Optional[_Union[StartPrefill, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., sender_lost: _Optional[_Union[SenderLost, _Mapping]] = ..., prefill_locally: _Optional[_Union[PrefillLocally, _Mapping]] = ...) -> None: ...
 
 class Owner(_message.Message):
     __slots__ = ("tenant", "request_id", "router", "attempt")
@@ -158,6 +164,32 @@ class Abort(_message.Message):
 class Renew(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class SenderLost(_message.Message):
+    __slots__ = ("owner", "epoch", "error_code", "error_message")
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ERROR_CODE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    owner: Owner
+    epoch: int
+    error_code: str
+    error_message: str
+    def __init__(self, owner: _Optional[_Union[Owner, _Mapping]] = ..., epoch: _Optional[int] = ..., error_code: _Optional[str] = ..., error_message: _Optional[str] = ...) -> None: ...
+
+class PrefillLocally(_message.Message):
+    __slots__ = ("owner",)
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    owner: Owner
+    def __init__(self, owner: _Optional[_Union[Owner, _Mapping]] = ...) -> None: ...
+
+class LocalPrefill(_message.Message):
+    __slots__ = ("owner", "reason")
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    owner: Owner
+    reason: str
+    def __init__(self, owner: _Optional[_Union[Owner, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Ticket(_message.Message):
     __slots__ = ("owner", "transfer_id", "epoch", "endpoint", "cached_tokens", "ttl_ms")

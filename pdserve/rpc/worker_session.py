@@ -18,7 +18,7 @@ from typing import Protocol
 import grpc
 
 from pdserve import logs
-from pdserve.errors import PdserveError
+from pdserve.errors import PdserveError, error_from_code
 from pdserve.rpc import cluster_pb2 as pb
 from pdserve.rpc import convert
 from pdserve.rpc.cluster_pb2_grpc import ClusterStub
@@ -58,6 +58,10 @@ class SessionHandler(Protocol):
         ticket: Ticket,
     ) -> None: ...
 
+    def sender_lost(self, owner: Owner, epoch: int, error: PdserveError) -> None: ...
+
+    def prefill_locally(self, owner: Owner) -> None: ...
+
     def abort(self, owner: Owner) -> None: ...
 
     def router_lost(self, router: str) -> None: ...
@@ -90,6 +94,10 @@ class WorkerSessions:
 
     def ticket(self, owner: Owner, ticket: Ticket) -> None:
         self._send(owner.router, pb.WorkerMessage(ticket=convert.ticket_to_proto(owner, ticket)))
+
+    def local_prefill(self, owner: Owner, reason: str) -> None:
+        message = pb.LocalPrefill(owner=convert.owner_to_proto(owner), reason=reason)
+        self._send(owner.router, pb.WorkerMessage(local_prefill=message))
 
     def tokens(self, batch: Iterable[tuple[Owner, int, Sequence[SampledToken]]]) -> None:
         """New tokens of all requests of a step: (owner, position of the first in the output, tokens)."""
@@ -202,6 +210,12 @@ class WorkerSessions:
             case "start_prefill":
                 start = message.start_prefill
                 self._handler.start_prefill(*_sequence(start.sequence), convert.ticket_from_proto(start.ticket))
+            case "sender_lost":
+                lost = message.sender_lost
+                error = error_from_code(lost.error_code, lost.error_message)
+                self._handler.sender_lost(convert.owner_from_proto(lost.owner), lost.epoch, error)
+            case "prefill_locally":
+                self._handler.prefill_locally(convert.owner_from_proto(message.prefill_locally.owner))
             case "abort":
                 self._handler.abort(convert.owner_from_proto(message.abort.owner))
             case "renew" | "welcome":

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from pdserve.errors import Unavailable
-from support.clusters import attempts_of, failures_of, kill, serving, wait_for, wait_quiet, worker
+from support.clusters import attempts_of, failures_of, kill, rungs_of, serving, wait_for, wait_quiet, worker
 
 pytestmark = pytest.mark.cluster
 
@@ -98,10 +98,8 @@ def test_prefill_worker_killed_in_mid_transfer(cluster, client, options):
     kill_serving_prefill_in_its_transfer(cluster, since_ns)
     result = stream.read()
     assert same(result, undisturbed)
-    assert (result.attempts, result.exact) == (2, True)
-    (failure,) = failures_of(cluster, result.request_id)
-    assert failure["phase"] == "prefill"
-    assert not attempts_of(cluster, result.request_id)[1]["local"], "the other prefill worker should have taken over"
+    assert (result.attempts, result.exact) == (1, True)
+    assert rungs_of(cluster, result.request_id) == ["another sender"]
 
 
 def test_the_only_prefill_worker_killed(cluster, client):
@@ -118,8 +116,8 @@ def test_the_only_prefill_worker_killed(cluster, client):
     finally:
         os.kill(spare.pid, signal.SIGCONT)
     assert same(result, undisturbed)
-    assert result.attempts == 2
-    assert attempts_of(cluster, result.request_id)[1]["local"], "decode should have prefilled"
+    assert (result.attempts, result.exact) == (1, True)
+    assert rungs_of(cluster, result.request_id)[-1] == "local"
 
 
 def test_decode_worker_killed_while_it_receives(cluster, client):
@@ -149,9 +147,8 @@ def test_prefill_worker_frozen_in_mid_transfer(cluster, client):
     finally:
         os.kill(victim.pid, signal.SIGCONT)
     assert same(result, undisturbed)
-    assert result.attempts == 2
-    (failure,) = failures_of(cluster, result.request_id)
-    assert failure["phase"] == "prefill"
+    assert result.attempts == 1
+    assert rungs_of(cluster, result.request_id) == ["another sender"]
 
 
 def test_a_killed_router_ends_its_streams_comes_back_and_every_worker_joins_it(cluster, client):

@@ -32,5 +32,6 @@ def test_the_last_chunks_first_layer_arrives_before_its_last_layer_is_computed(c
     ]
     assert first_layer_arrived < last_layer_computed
     report = transfer_report(cluster, result.request_id)
-    assert report.kv_bytes == 1024 * 4 * 2 * 2 * 32 * 4
+    values = 1024 * 4 * 2 * 2 * 32  # tokens, layers, K and V, KV heads, head size
+    assert report.kv_bytes in (2 * values, 4 * values)  # bfloat16 or float32
     print(f"\nhidden {report.hidden_share:.1%}, visible {report.visible_ms:.2f} ms, {report.frame_count} frames")

@@ -4,6 +4,8 @@ import random
 
 import pytest
 
+from pdserve.config import TransferConfig
+from pdserve.errors import TransferError
 from pdserve.types import SamplingParams
 from support.engines import Job, Pair, make_engine, run
 
@@ -50,7 +52,7 @@ def test_disaggregated_equals_colocated(checkpoint, params):
         pair.run(*jobs)
     for job in jobs:
         assert same(job, alone(checkpoint, Job(job.prompt, params))), f"prompt of {len(job.prompt)} tokens"
-    assert set(pair.prefill_reports.ended.values()) == {None}
+    assert all(ends == [None] for ends in pair.prefill_reports.ended.values())
 
 
 def test_disaggregated_across_different_block_and_chunk_sizes(llama):
@@ -69,6 +71,29 @@ def test_a_failed_over_sequence_goes_on_with_the_bits_of_the_undisturbed_one(che
         pair.run(resumed)
     assert resumed.tokens == undisturbed.tokens[accepted:]
     assert resumed.outcome == undisturbed.outcome
+
+
+@pytest.mark.parametrize("with_spare", [True, False], ids=["another-sender", "local"])
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_a_prefill_lost_in_mid_transfer_costs_no_bit(llama, steps, with_spare):
+    """Another sender sends what is missing, or decode computes it; what had come is kept."""
+    job = Job(prompt(800), SAMPLED)
+    config = TransferConfig(max_frame_bytes=4096, window_bytes=8192)
+    spare = make_engine(llama) if with_spare else None
+    with Pair(make_engine(llama, max_step_tokens=64), make_engine(llama), config, spare) as pair:
+        owner = pair.start(job)
+        pair.step_until(lambda: pair.prefill.load().running == 1)
+        for _ in range(steps):
+            pair.prefill.step()
+        pair.step_until(lambda: any(event.name == "frame_received" for event in pair.trace.events()))
+        pair.prefill.abort(owner, TransferError("this worker is shutting down"))
+        pair.finish(job)
+    assert same(job, alone(llama, Job(job.prompt, SAMPLED)))
+    assert [ticket.epoch for ticket in pair.decode_reports.tickets] == [1, 2]
+    assert len(pair.decode_reports.local_prefills) == (not with_spare)
+    if not with_spare:
+        (taken,) = [event for event in pair.trace.events() if event.name == "transfer_taken_over"]
+        assert taken.fields["token_stop"] > 0, "nothing of what had come was kept"
 
 
 def test_preempted_sequences_give_the_bits_of_undisturbed_ones(llama):

@@ -59,7 +59,7 @@ def test_everything_ends_within_the_budget_and_all_blocks_come_back(jobs, budget
             scheduler.add(waiting.pop(0))
         for arrived in receiving:
             arrived.pinned = False
-            scheduler.delivered(arrived)
+            scheduler.received(arrived, arrived.known)
             if arrived.accept(2, ()):
                 scheduler.remove(arrived)
                 pool.give_back(arrived.owner)

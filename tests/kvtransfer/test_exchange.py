@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from kvtransfer.exchange import Exchange
 from kvtransfer.frames import Abort, Ack, Commit, Credit, Frame, Gone, Nack, Open, Ping, decode, encode
@@ -71,7 +72,8 @@ class Worker:
 
     def expect(self, number: int) -> bytes:
         expected = Expectation(transfer_id(number), 1, LAYOUT, b"model", b"h" * 16, 0, 10)
-        self.exchange.expect(expected, lambda: None, self.ends.append)
+        lost = partial(self.exchange.abort_incoming, expected.transfer)
+        self.exchange.expect(expected, lambda: None, lost, self.ends.append)
         return expected.transfer
 
     def hears(self, peer: Peer, frame: Frame, payload: bytes | None = None) -> list[Frame]:

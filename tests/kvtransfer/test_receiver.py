@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvtransfer.actions import Delivered, Failed, NeedBlocks, ReceiverAction, Send, Verify, Write
-from kvtransfer.frames import Abort, Ack, Commit, Credit, Frame, Gone, Layer, Nack, Open, Ping
+from kvtransfer.actions import Delivered, Failed, NeedBlocks, ReceiverAction, Send, SenderLost, TakenOver, Verify, Write
+from kvtransfer.frames import Abort, Ack, Commit, Credit, Frame, Gone, Have, Layer, Nack, Open, Ping
 from kvtransfer.layout import KVLayout
 from kvtransfer.receiver import MAX_BAD_PAYLOADS, MAX_REPAIR_ROUNDS, Expectation, Receiver, ReceiverState
 from kvtransfer.timing import Timing
@@ -82,9 +82,18 @@ def in_state(state: ReceiverState) -> Receiver:
     if state is ReceiverState.COMPLETE:
         made.on_frame(COMMIT, 0.0)
         made.verified([], 0.0)
+    elif state is ReceiverState.SENDERLESS:
+        made.on_frame(Gone(ID, 3), 0.0)
+    elif state is ReceiverState.TAKEN_OVER:
+        made.take_over(0.0)
     else:
         made.abort(CANCELLED, 0.0)
     return made
+
+
+def loss(actions: list[ReceiverAction]) -> PdserveError:
+    (lost,) = [action for action in actions if isinstance(action, SenderLost)]
+    return lost.error
 
 
 def failure(actions: list[ReceiverAction]) -> PdserveError:
@@ -237,16 +246,16 @@ def test_overlapping_layers_are_written() -> None:
 )
 def test_layer_that_was_not_agreed_is_a_breach(bad: Layer) -> None:
     actions = receiving().on_frame(bad, 0.0)
-    assert isinstance(failure(actions), ProtocolError)
+    assert isinstance(loss(actions), ProtocolError)
     assert len(aborts(actions)) == 1
 
 
 def test_ping_beyond_the_credit_is_a_breach() -> None:
-    assert isinstance(failure(receiving().on_frame(Ping(ID, 3, reply=False, spent=10**9), 0.0)), ProtocolError)
+    assert isinstance(loss(receiving().on_frame(Ping(ID, 3, reply=False, spent=10**9), 0.0)), ProtocolError)
 
 
 def test_list_of_another_length_is_a_breach() -> None:
-    assert isinstance(failure(covered().on_frame(replace(COMMIT, payload_bytes=24), 0.0)), ProtocolError)
+    assert isinstance(loss(covered().on_frame(replace(COMMIT, payload_bytes=24), 0.0)), ProtocolError)
 
 
 def test_commit_before_everything_came_asks_for_what_is_missing() -> None:
@@ -298,7 +307,7 @@ def test_nothing_but_damage_gives_up() -> None:
     bad = layer(0, 8, 12, spent=4)
     for _ in range(MAX_BAD_PAYLOADS):
         assert not any(isinstance(action, Failed) for action in made.bad_payload(bad, 0.0))
-    assert isinstance(failure(made.bad_payload(bad, 0.0)), TransferError)
+    assert isinstance(loss(made.bad_payload(bad, 0.0)), TransferError)
 
 
 @pytest.mark.parametrize("state", [state for state in _STATES if state is not ReceiverState.RECEIVING])
@@ -337,21 +346,123 @@ def test_abort_in_every_state_ends_once_and_tells_the_sender(state: ReceiverStat
 
 
 @pytest.mark.parametrize("state", _LIVE)
-@pytest.mark.parametrize("frame", [Abort(ID, 3, "CANCELLED", "gone"), Gone(ID, 3)], ids=["ABORT", "GONE"])
-def test_end_of_the_sender_ends_every_state(state: ReceiverState, frame: Frame) -> None:
-    actions = in_state(state).on_frame(frame, 0.0)
-    assert isinstance(failure(actions), Cancelled if isinstance(frame, Abort) else TransferError)
+def test_an_end_of_the_sender_that_another_may_cure_leaves_it_without_one(state: ReceiverState) -> None:
+    for frame in (Gone(ID, 3), Abort(ID, 3, "UNAVAILABLE", "shutting down")):
+        made = in_state(state)
+        actions = made.on_frame(frame, 0.0)
+        assert loss(actions).retryable
+        assert made.state is ReceiverState.SENDERLESS
+        assert aborts(actions) == []
+
+
+@pytest.mark.parametrize("state", _LIVE)
+def test_an_end_of_the_sender_that_no_other_would_cure_ends_every_state(state: ReceiverState) -> None:
+    actions = in_state(state).on_frame(Abort(ID, 3, "CANCELLED", "gone"), 0.0)
+    assert isinstance(failure(actions), Cancelled)
     assert aborts(actions) == []
 
 
 @pytest.mark.parametrize("state", _LIVE)
 def test_silence_beyond_the_ttl_ends_every_state(state: ReceiverState) -> None:
+    """First the sender's time, then the time in which somebody could have said how to go on."""
     made = in_state(state)
     assert made.next_deadline() == 5.0
     assert made.tick(4.9) == []
-    error = failure(made.tick(5.0))
+    error = loss(made.tick(5.0))
     assert isinstance(error, TransferError)
     assert str(state) in error.message
+    assert made.tick(9.9) == []
+    assert isinstance(failure(made.tick(10.0)), TransferError)
+
+
+@pytest.mark.parametrize("state", _LIVE)
+def test_news_of_the_senders_loss_count_for_their_epoch_only(state: ReceiverState) -> None:
+    made = in_state(state)
+    assert made.sender_lost(2, TransferError("old news"), 0.0) == []
+    assert made.state is state
+    assert loss(made.sender_lost(3, TransferError("its worker was lost"), 0.0)).message == "its worker was lost"
+    assert made.sender_lost(3, TransferError("again"), 0.0) != [SenderLost(TransferError("again"))]
+
+
+def without_sender(*frames: Layer) -> Receiver:
+    """A receiver that got these frames, then lost its sender, and expects the next one."""
+    made = receiving()
+    store(made, list(frames))
+    made.on_frame(Gone(ID, 3), 0.0)
+    assert made.renew(1.0) == []
+    return made
+
+
+def test_the_next_sender_is_told_what_there_is_and_blocks_are_not_asked_for_again() -> None:
+    made = without_sender(*ALL_LAYERS[:4])
+    assert (made.state, made.epoch) == (ReceiverState.EXPECTED, 4)
+    have = Have(ID, 4, ((0, 8, 20), (1, 8, 12)))
+    actions = made.on_frame(replace(OFFER, epoch=4), 1.0)
+    assert actions == [Send(Ping(ID, 4, reply=True, spent=0)), Send(have), Send(Credit(ID, 4, 16 * 1024))]
+    rest = [layer(1, 12, 16, spent=4, epoch=4), layer(1, 16, 20, spent=8, epoch=4)]
+    store(made, rest)
+    assert made.on_frame(replace(COMMIT, epoch=4), 1.0) == [Verify()]
+    assert made.verified([], 1.0) == [Delivered(TOKENS), Send(Ack(ID, 4))]
+
+
+def test_a_sender_with_other_bits_has_to_send_everything_again() -> None:
+    made = without_sender(*ALL_LAYERS)
+    made.on_frame(replace(OFFER, epoch=4), 1.0)
+    assert made.on_frame(replace(COMMIT, epoch=4), 1.0) == [Verify()]
+    (nack,) = made.verified([(0, 0), (0, 1), (1, 0), (1, 1)], 1.0)
+    assert nack == Send(Nack(ID, 4, ((0, 8, 20), (1, 8, 20))))
+
+
+def test_frames_of_the_lost_sender_change_nothing() -> None:
+    made = without_sender()
+    made.on_frame(replace(OFFER, epoch=4), 1.0)
+    assert made.on_frame(ALL_LAYERS[0], 1.0) == []
+    assert aborts(made.on_frame(COMMIT, 1.0)) != []
+    assert made.state is ReceiverState.RECEIVING
+
+
+def test_blocks_that_come_while_there_is_no_sender_are_not_lost() -> None:
+    made = receiver()
+    made.on_frame(OFFER, 0.0)
+    made.on_frame(Gone(ID, 3), 0.0)
+    assert made.blocks_leased(0.5) == []
+    made.renew(1.0)
+    assert made.on_frame(replace(OFFER, epoch=4), 1.0)[-1] == Send(Credit(ID, 4, 16 * 1024))
+
+
+def test_blocks_asked_for_by_a_lost_sender_are_waited_for() -> None:
+    made = receiver()
+    made.on_frame(OFFER, 0.0)
+    made.on_frame(Gone(ID, 3), 0.0)
+    made.renew(1.0)
+    assert made.on_frame(replace(OFFER, epoch=4), 1.0) == [Send(Ping(ID, 4, reply=True, spent=0))]
+    assert made.blocks_leased(2.0) == [Send(Credit(ID, 4, 16 * 1024))]
+
+
+def test_a_sender_that_cuts_blocks_differently_is_refused() -> None:
+    made = without_sender(ALL_LAYERS[0])
+    assert isinstance(failure(made.on_frame(replace(OFFER, epoch=4, block_tokens=4), 1.0)), FailedPrecondition)
+
+
+@pytest.mark.parametrize("state", [*_LIVE, ReceiverState.SENDERLESS])
+def test_renewing_needs_a_lost_sender(state: ReceiverState) -> None:
+    made = in_state(state)
+    made.renew(1.0)
+    assert made.epoch == (4 if state is ReceiverState.SENDERLESS else 3)
+
+
+@pytest.mark.parametrize(
+    ("frames", "token_stop"),
+    [((), 8), (ALL_LAYERS[:1], 8), (ALL_LAYERS[:4], 12), ((ALL_LAYERS[0], ALL_LAYERS[4]), 8), (ALL_LAYERS, 20)],
+)
+def test_taking_over_keeps_what_every_layer_has(frames: tuple[Layer, ...], token_stop: int) -> None:
+    made = receiving()
+    store(made, list(frames))
+    taken, farewell = made.take_over(0.0)
+    assert taken == TakenOver(token_stop)
+    assert aborts([farewell]) != []
+    assert made.take_over(0.0) == made.tick(100.0) == made.on_frame(ALL_LAYERS[5], 0.0) == []
+    assert aborts(made.on_frame(COMMIT, 0.0)) != []
 
 
 @pytest.mark.parametrize("state", _LIVE)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import pytest
 
+from kvtransfer.actions import TakenOver
+from kvtransfer.exchange import Exchange
 from kvtransfer.frames import Open
 from kvtransfer.integrity import hash_tokens
 from kvtransfer.layout import KVLayout
@@ -40,15 +42,21 @@ class Run:
     target: FakeStore
     transfer: bytes
     sent: list[PdserveError | None] = field(default_factory=list)
-    received: list[Sequence[SampledToken] | PdserveError] = field(default_factory=list)
+    received: list[Sequence[SampledToken] | TakenOver | PdserveError] = field(default_factory=list)
     ended_at: list[float] = field(default_factory=list)
+    replaced: list[PdserveError | None] = field(default_factory=list)
+    seed: int = 0
+    offer: Open = field(init=False)
+
+    def on_sender_lost(self, error: PdserveError) -> None:
+        self.receiver.exchange.abort_incoming(self.transfer, error)
 
     def on_sent(self, outcome: PdserveError | None) -> None:
         self.sent.append(outcome)
         self.ended_at.append(self.simulation.clock.now())
         self.source.close()
 
-    def on_received(self, outcome: Sequence[SampledToken] | PdserveError) -> None:
+    def on_received(self, outcome: Sequence[SampledToken] | TakenOver | PdserveError) -> None:
         self.received.append(outcome)
         self.ended_at.append(self.simulation.clock.now())
         if isinstance(outcome, PdserveError):
@@ -86,6 +94,7 @@ def start(seed: int, faults: NetworkFaults) -> Run:
         FakeStore.random(LAYOUT, TOKEN_COUNT, seed),
         FakeStore(LAYOUT, TOKEN_COUNT),
         rng.randbytes(16),
+        seed=seed,
     )
     token_ids = list(range(TOKEN_COUNT))
     expected = Expectation(run.transfer, 1, LAYOUT, b"model", hash_tokens(token_ids), 0, TOKEN_COUNT)
@@ -94,12 +103,33 @@ def start(seed: int, faults: NetworkFaults) -> Run:
         delay_s = rng.choice((0.0, 0.01, 3.0))
         simulation.call_soon(delay_s, lambda: run.receiver.exchange.blocks_leased(run.transfer, run.target))
 
-    run.receiver.exchange.expect(expected, need_blocks, run.on_received)
-    offer = Open(run.transfer, 1, LAYOUT, b"model", hash_tokens(token_ids), 0, TOKEN_COUNT, rng.choice((1, 8, 32)), 300)
+    lost = lambda error: run.on_sender_lost(error)  # noqa: E731 - a test may set another
+    run.receiver.exchange.expect(expected, need_blocks, lost, run.on_received)
+    block_tokens = rng.choice((1, 8, 32))
+    run.offer = Open(run.transfer, 1, LAYOUT, b"model", hash_tokens(token_ids), 0, TOKEN_COUNT, block_tokens, 300)
     ticket = Ticket(run.transfer, 1, run.receiver.transport.endpoint, 0, CONFIG.ticket_ttl_ms)
-    run.sender.exchange.open_outgoing(offer, ticket, run.source, run.on_sent, queued=rng.random() < 0.5)
-    schedule_prefill(run, rng)
+    run.sender.exchange.open_outgoing(run.offer, ticket, run.source, run.on_sent, queued=rng.random() < 0.5)
+    schedule_prefill(run, rng, run.sender.exchange)
     return run
+
+
+def replace_sender(run: Run, replacement: SimulatedWorker) -> None:
+    """Let the receiver, when it loses its sender, renew its ticket for another one, which computes the same KV."""
+    rng, offer = run.simulation.rng, replace(run.offer, epoch=2)
+
+    def start_replacement(epoch: int) -> None:
+        assert epoch == 2
+        ticket = Ticket(run.transfer, epoch, run.receiver.transport.endpoint, 0, CONFIG.ticket_ttl_ms)
+        source = FakeStore.random(LAYOUT, TOKEN_COUNT, run.seed)
+        replacement.exchange.open_outgoing(offer, ticket, source, run.replaced.append, queued=rng.random() < 0.5)
+        schedule_prefill(run, rng, replacement.exchange)
+
+    def lost(error: PdserveError) -> None:
+        assert isinstance(error, TransferError)
+        renew = partial(run.receiver.exchange.renew, run.transfer, start_replacement)
+        run.simulation.call_soon(rng.choice((0.0, 0.2)), renew)
+
+    run.on_sender_lost = lost
 
 
 def abort(run: Run, aborter: str) -> None:
@@ -110,9 +140,9 @@ def abort(run: Run, aborter: str) -> None:
         run.receiver.exchange.abort_incoming(run.transfer, error)
 
 
-def schedule_prefill(run: Run, rng: random.Random) -> None:
+def schedule_prefill(run: Run, rng: random.Random, exchange: Exchange) -> None:
     """Chunks of random sizes, layer by layer, then the sampled token."""
-    exchange, time_s, start = run.sender.exchange, rng.choice((0.0, 8.0)), 0
+    time_s, start = run.simulation.clock.now() + rng.choice((0.0, 8.0)), 0
     while start < TOKEN_COUNT:
         stop = min(TOKEN_COUNT, start + rng.choice((1, 7, 16, 31, 32, 33, 70)))
         for layer in range(LAYOUT.layer_count):
@@ -154,6 +184,43 @@ def test_death_of_one_side_at_any_moment_ends_the_other_within_the_ttl(victim: s
         if isinstance(survivor[0], PdserveError):
             assert isinstance(survivor[0], TransferError)
         assert run.ended_at[-1] <= died_at + CONFIG.ticket_ttl_ms / 1000 + 0.1
+
+
+@pytest.mark.parametrize("faults", [CALM, ROUGH], ids=["calm", "rough"])
+def test_another_sender_takes_over_from_one_that_died_at_any_moment(faults: NetworkFaults) -> None:
+    replaced = saved = 0
+    for seed in range(60):
+        run = start(seed, faults)
+        replacement = run.simulation.worker("prefill-2")
+        replace_sender(run, replacement)
+        run.simulation.call_at(run.simulation.rng.uniform(0.0, 1.5), run.sender.kill)
+        run.simulation.run(until_s=100.0)
+        run.check()
+        assert run.delivered, f"seed {seed}: {run.received}"
+        assert run.replaced in ([], [None]), f"seed {seed}"
+        if run.replaced:
+            replaced += 1
+            all_bytes = LAYOUT.layer_count * LAYOUT.payload_bytes(TOKEN_COUNT)
+            saved += replacement.stats.bytes_sent < all_bytes
+    assert replaced > 10
+    assert saved > 3, "what the first sender brought was never kept"
+
+
+def test_taking_over_at_any_moment_claims_only_what_is_stored_right() -> None:
+    claimed = 0
+    for seed in range(60):
+        run = start(seed, ROUGH)
+        moment = run.simulation.rng.choice((0.0, 3.0, 8.0)) + run.simulation.rng.uniform(0.0, 1.5)
+        run.simulation.call_at(moment, partial(run.receiver.exchange.take_over, run.transfer))
+        run.simulation.run(until_s=100.0)
+        (outcome,) = run.received
+        if isinstance(outcome, TakenOver):
+            claimed += outcome.token_stop > 0
+            assert run.target.equals(run.source, 0, outcome.token_stop)
+            assert isinstance(run.sent[0], TransferError)
+        else:
+            assert outcome == TOKENS
+    assert claimed > 3
 
 
 @pytest.mark.parametrize("aborter", ["prefill", "decode"])

@@ -24,7 +24,17 @@ from pdserve.types import (
     Ticket,
     WorkerInfo,
 )
-from router.dispatch import Abort, Accept, Dispatch, End, Request, Retry, StartDecode, StartPrefill
+from router.dispatch import (
+    Abort,
+    Accept,
+    Dispatch,
+    End,
+    PrefillLocally,
+    Request,
+    Retry,
+    StartDecode,
+    StartPrefill,
+)
 from router.membership import Membership
 from router.policies import LeastLoaded
 
@@ -56,11 +66,16 @@ class World:
     def submit(self, request_id="r", params=PARAMS):
         return self.dispatch.submit(Request(request_id, (5, 6, 7), params), 0.0)
 
-    def decoding(self):
-        """A request whose first token has come; its owner."""
+    def prefilling(self):
+        """A request whose prefill worker is at work."""
         (start,) = self.submit()
         (prefill,) = self.dispatch.on_ticket(start.worker, start.owner, TICKET, 0.0)
         assert isinstance(prefill, StartPrefill)
+        return start
+
+    def decoding(self):
+        """A request whose first token has come."""
+        start = self.prefilling()
         assert self.tokens(start, 0, 10) == [Accept("r", (SampledToken(10),))]
         return start
 
@@ -124,26 +139,73 @@ def test_a_repeated_token_fails_the_attempt_instead_of_reaching_the_client():
     assert actions[0].worker == "d0"
 
 
-@pytest.mark.parametrize("phase", ["ticket", "prefill"])
-def test_a_prefill_worker_lost_before_the_first_token_is_replaced(phase):
+def test_a_prefill_worker_lost_before_the_ticket_is_not_chosen():
     world = World("p0", "p1", "d0")
     (start,) = world.submit()
-    if phase == "prefill":
-        world.dispatch.on_ticket("d0", start.owner, TICKET, 0.0)
-    abort, retry, again = world.lose("p0")
-    assert abort == Abort("d0", start.owner)
-    assert retry.phase == phase
-    (prefill,) = world.dispatch.on_ticket("d0", again.owner, TICKET, 0.0)
+    assert world.lose("p0") == []
+    (prefill,) = world.dispatch.on_ticket("d0", start.owner, TICKET, 0.0)
     assert prefill.worker == "p1"
 
 
-def test_without_prefill_workers_decode_prefills():
+@pytest.mark.parametrize("end", ["lost", "failed"])
+def test_a_prefill_worker_that_ends_early_is_replaced_within_the_attempt(end):
+    world = World("p0", "p1", "d0")
+    start = world.prefilling()
+    if end == "lost":
+        (lost,) = world.lose("p0")
+    else:
+        (lost,) = world.terminal(start, InternalError("a step failed"), worker="p0")
+    assert (lost.worker, lost.owner, lost.epoch) == ("d0", start.owner, 1)
+    fallback, prefill = world.dispatch.on_ticket("d0", start.owner, replace(TICKET, epoch=2), 0.0)
+    assert fallback.rung == "another sender"
+    assert (prefill.worker, prefill.owner, prefill.ticket.epoch) == ("p1", start.owner, 2)
+    assert world.tokens(start, 0, 10) == [Accept("r", (SampledToken(10),))]
+    (ended,) = world.terminal(start, LENGTH)
+    assert ended.attempts == 1
+
+
+def test_a_ticket_of_an_old_epoch_starts_nobody():
+    world = World("p0", "p1", "d0")
+    start = world.prefilling()
+    world.lose("p0")
+    world.dispatch.on_ticket("d0", start.owner, replace(TICKET, epoch=2), 0.0)
+    assert world.dispatch.on_ticket("d0", start.owner, replace(TICKET, epoch=2), 0.0) == []
+    assert world.dispatch.on_ticket("d0", start.owner, TICKET, 0.0) == []
+
+
+def test_without_another_prefill_worker_decode_prefills_the_rest():
     world = World("p0", "d0")
-    world.submit()
-    *_, again = world.lose("p0")
-    assert (again.worker, again.local_prefill) == ("d0", True)
-    assert world.dispatch.on_ticket("d0", again.owner, TICKET, 0.0) == []
-    assert world.tokens(again, 0, 10) == [Accept("r", (SampledToken(10),))]
+    start = world.prefilling()
+    world.lose("p0")
+    ticket = replace(TICKET, epoch=2)
+    assert world.dispatch.on_ticket("d0", start.owner, ticket, 0.0) == [PrefillLocally("d0", start.owner)]
+    (fallback,) = world.dispatch.on_local_prefill("d0", start.owner, "no prefill worker is left")
+    assert fallback.rung == "local"
+    assert world.tokens(start, 0, 10) == [Accept("r", (SampledToken(10),))]
+
+
+def test_with_no_prefill_worker_from_the_start_no_ticket_is_asked_for():
+    world = World("d0")
+    (start,) = world.submit()
+    assert start.local_prefill
+    assert world.dispatch.on_ticket("d0", start.owner, replace(TICKET, epoch=0), 0.0) == []
+    assert world.tokens(start, 0, 10) == [Accept("r", (SampledToken(10),))]
+
+
+def test_a_decode_worker_that_does_not_answer_the_loss_of_its_sender_fails_the_attempt():
+    world = World("p0", "p1", "d0", "d1")
+    world.prefilling()
+    world.lose("p0")
+    abort, _, again = world.dispatch.tick(1.0)
+    assert (abort.worker, again.worker) == ("d0", "d1")
+
+
+def test_a_prefill_error_that_no_other_worker_would_cure_ends_the_request():
+    world = World("p0", "p1", "d0")
+    start = world.prefilling()
+    abort, end = world.terminal(start, InvalidArgument("prompt", "too long"), worker="p0")
+    assert abort == Abort("d0", start.owner)
+    assert isinstance(end.outcome, InvalidArgument)
 
 
 def test_a_prefill_worker_lost_after_the_first_token_disturbs_nothing():
@@ -151,6 +213,16 @@ def test_a_prefill_worker_lost_after_the_first_token_disturbs_nothing():
     start = world.decoding()
     assert world.lose("p0") == []
     assert world.tokens(start, 1, 11) == [Accept("r", (SampledToken(11),))]
+
+
+def test_another_fingerprint_of_a_replacing_prefill_worker_is_announced_as_inexact():
+    world = World("p0", "d0")
+    world.join("p1", "other")
+    start = world.prefilling()
+    world.lose("p0")
+    world.dispatch.on_ticket("d0", start.owner, replace(TICKET, epoch=2), 0.0)
+    (end,) = world.terminal(start, LENGTH)[-1:]
+    assert end.exact is False
 
 
 def test_a_prefill_error_after_the_first_token_disturbs_nothing():
@@ -194,8 +266,8 @@ def test_with_no_decode_worker_it_ends_unavailable_within_the_deadline():
 def test_a_ticket_that_does_not_come_fails_the_attempt():
     world = World("p0", "d0", "d1")
     (start,) = world.submit()
-    abort_decode, abort_prefill, retry, again = world.dispatch.tick(1.0)
-    assert {abort_decode.worker, abort_prefill.worker} == {"d0", "p0"}
+    abort, retry, again = world.dispatch.tick(1.0)
+    assert abort == Abort("d0", start.owner)
     assert again.worker == "d1"
     assert retry.owner == start.owner
 
@@ -205,8 +277,7 @@ def test_it_gives_up_after_the_last_attempt():
     world.submit()
     world.lose("d0")
     world.lose("d1")
-    abort, end = world.lose("d2")
-    assert abort.worker == "p0"
+    (end,) = world.lose("d2")
     assert isinstance(end.outcome, Unavailable)
     assert end.attempts == 3
 
@@ -220,9 +291,9 @@ def test_a_full_worker_is_told_to_the_client_as_full():
 
 def test_a_clients_error_is_not_tried_again():
     world = World("p0", "d0", "d1")
-    (start,) = world.submit()
-    *aborts, end = world.terminal(start, InvalidArgument("prompt", "too long"))
-    assert {abort.worker for abort in aborts} == {"d0", "p0"}
+    start = world.prefilling()
+    abort, end = world.terminal(start, InvalidArgument("prompt", "too long"))
+    assert abort == Abort("p0", start.owner)
     assert isinstance(end.outcome, InvalidArgument)
 
 
@@ -235,7 +306,7 @@ def test_a_cancelled_request_leaves_nothing_in_any_phase(phase):
     if phase == "decode":
         world.tokens(actions[0], 0, 10)
     *aborts, end = world.dispatch.cancel("r")
-    holding = {"placing": set(), "ticket": {"d0", "p0"}, "prefill": {"d0", "p0"}, "decode": {"d0"}}[phase]
+    holding = {"placing": set(), "ticket": {"d0"}, "prefill": {"d0", "p0"}, "decode": {"d0"}}[phase]
     assert {abort.worker for abort in aborts} == holding
     assert isinstance(end.outcome, Cancelled)
     assert world.dispatch.cancel("r") == []

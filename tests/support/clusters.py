@@ -83,3 +83,9 @@ def attempts_of(cluster: LocalCluster, request_id: str) -> list[dict[str, Any]]:
 def failures_of(cluster: LocalCluster, request_id: str) -> list[dict[str, Any]]:
     """The router's log lines "attempt failed" of a request, in order."""
     return [line for line in log_events(cluster, "router", "attempt failed") if f"/{request_id}@" in line["owner"]]
+
+
+def rungs_of(cluster: LocalCluster, request_id: str) -> list[str]:
+    """The rungs of the ladder that a request's transfers took, in order."""
+    lines = log_events(cluster, "router", "fallback")
+    return [line["rung"] for line in lines if f"/{request_id}@" in line["owner"]]

@@ -14,6 +14,7 @@ from decode_worker.service import DecodeService
 from engine.build import build_engine
 from engine.engine import Engine
 from engine.sequence import Sequence
+from kvtransfer.ladder import Ladder, LadderLimits
 from kvtransfer.layout import KVLayout
 from kvtransfer.link import Link
 from kvtransfer.transports.memory import MemoryNetwork
@@ -75,22 +76,39 @@ def run(engine: Engine, *jobs: Job) -> None:
 
 
 class Pair:
-    """A prefill and a decode worker in one process, their links over memory. Serves Jobs as a router would."""
+    """A prefill and a decode worker in one process, their links over memory. Serves Jobs as a router would.
 
-    def __init__(self, prefill: Engine, decode: Engine, config: TransferConfig | None = None) -> None:
-        network = MemoryNetwork()
-        self.prefill, self.decode = prefill, decode
+    `spare`: another prefill worker's engine, which gets the tickets of later epochs. Without it decode prefills then.
+    """
+
+    def __init__(
+        self, prefill: Engine, decode: Engine, config: TransferConfig | None = None, spare: Engine | None = None
+    ) -> None:
         self.trace = Trace()
         self.jobs: dict[Owner, Job] = {}
-        self.links = [self._link(network, engine, config or TransferConfig()) for engine in (prefill, decode)]
+        self.prefill, self.decode = prefill, decode
+        self.engines = [engine for engine in (prefill, decode, spare) if engine is not None]
+        self._network = MemoryNetwork()
+        self._config = config or TransferConfig()
+        self.links: list[Link] = []
         self.prefill_reports = PrefillReports()
-        self.prefill_service = PrefillService(prefill, self.links[0], self.prefill_reports, self.trace, max_queued=64)
-        self.decode_service = DecodeService(decode, self.links[1], DecodeReports(self), max_queued=64)
+        self.decode_reports = DecodeReports(self)
+        self.prefill_service = self._prefill_service(prefill)
+        self.spare_service = self._prefill_service(spare) if spare is not None else None
+        ladder = Ladder(LadderLimits.from_config(self._config))
+        self.decode_service = DecodeService(
+            decode, self._link(decode), self.decode_reports, ladder, SystemClock(), max_queued=64
+        )
 
-    def _link(self, network: MemoryNetwork, engine: Engine, config: TransferConfig) -> Link:
+    def _prefill_service(self, engine: Engine) -> PrefillService:
+        return PrefillService(engine, self._link(engine), self.prefill_reports, self.trace, max_queued=64)
+
+    def _link(self, engine: Engine) -> Link:
         shape = engine.store.shape
         layout = KVLayout(shape.layer_count, shape.kv_heads, shape.head_dim, str(shape.dtype).removeprefix("torch."))
-        return Link(network.transport(), layout, b"weights", config, SystemClock(), self.trace, logger("test"))
+        transport = self._network.transport()
+        self.links.append(Link(transport, layout, b"weights", self._config, SystemClock(), self.trace, logger("test")))
+        return self.links[-1]
 
     def __enter__(self) -> Pair:
         for link in self.links:
@@ -111,33 +129,35 @@ class Pair:
         return owner
 
     def run(self, *jobs: Job) -> None:
-        """Start all jobs at once and step until they have ended and both pools are whole again."""
+        """Start all jobs at once and step until they have ended and all pools are whole again."""
         for job in jobs:
             self.start(job)
+        self.finish(*jobs)
+
+    def finish(self, *jobs: Job) -> None:
         self.step_until(lambda: all(job.ended for job in jobs))
-        self.step_until(lambda: self.prefill.idle() and self.decode.idle())
-        for engine in (self.prefill, self.decode):
+        self.step_until(lambda: all(engine.idle() for engine in self.engines))
+        for engine in self.engines:
             assert engine.load().blocks.leased == 0
 
     def step_until(self, condition: Callable[[], bool]) -> None:
-        """Step both engines until the condition holds; check both pools after every step."""
+        """Step all engines until the condition holds; check every pool after every step."""
         deadline = time.monotonic() + _DEADLINE_S
         while not condition():
-            for engine in (self.prefill, self.decode):
+            for engine in self.engines:
                 engine.step(wait_s=0.001)
                 engine.check_integrity()
             assert time.monotonic() < deadline, "it did not come to that in time"
 
 
 class PrefillReports:
-    """Keeps how each prefill ended."""
+    """Keeps how each prefill ended, one end a sender."""
 
     def __init__(self) -> None:
-        self.ended: dict[Owner, PdserveError | None] = {}
+        self.ended: dict[Owner, list[PdserveError | None]] = {}
 
     def terminal(self, owner: Owner, outcome: PdserveError | None) -> None:
-        assert owner not in self.ended, "told twice"
-        self.ended[owner] = outcome
+        self.ended.setdefault(owner, []).append(outcome)
 
 
 class DecodeReports:
@@ -145,10 +165,20 @@ class DecodeReports:
 
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
+        self.tickets: list[Ticket] = []
+        self.local_prefills: list[Owner] = []
+
+    def local_prefill(self, owner: Owner, reason: str) -> None:
+        self.local_prefills.append(owner)
 
     def ticket(self, owner: Owner, ticket: Ticket) -> None:
         job = self._pair.jobs[owner]
-        self._pair.prefill_service.start(owner, job.prompt, job.output, job.params, ticket)
+        self.tickets.append(ticket)
+        service = self._pair.prefill_service if ticket.epoch == 1 else self._pair.spare_service
+        if service is None:
+            self._pair.decode_service.prefill_locally(owner)
+        else:
+            service.start(owner, job.prompt, job.output, job.params, ticket)
 
     def tokens(self, batch: list[tuple[Owner, int, ListLike[SampledToken]]]) -> None:
         for owner, first_position, tokens in batch:
