@@ -66,9 +66,11 @@ class RouterCalls(Protocol):
 class Output:
     """One output's text side: ids in, text out, up to a stop string."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...], with_logprobs: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...], min_tokens: int, with_logprobs: bool) -> None:
+        """No stop string that begins within the first `min_tokens` tokens counts."""
         self._detokenizer = Detokenizer(tokenizer)
         self._stops = StopStrings(stops)
+        self._min_tokens = min_tokens
         self._with_logprobs = with_logprobs
         self.token_count = 0
 
@@ -81,7 +83,9 @@ class Output:
         """The delta these tokens make. Tokens after the one that completed a stop string are dropped."""
         delta = pb.Delta()
         for token in tokens:
-            text, matched = self._stops.push(self._detokenizer.push([token.token_id]))
+            text, matched = self._detokenizer.push([token.token_id]), None
+            if self.token_count >= self._min_tokens:
+                text, matched = self._stops.push(text)
             delta.text += text
             delta.token_ids.append(token.token_id)
             if self._with_logprobs:
@@ -156,7 +160,8 @@ class Frontend(InferenceServicer):
         raise InvalidArgument("prompt", "is missing: set prompt, prompt_token_ids or chat")
 
     async def _stream(self, resolved: ResolvedRequest, events: Events) -> AsyncIterator[pb.GenerateResponse]:
-        output = Output(self._tokenizer, resolved.stop, resolved.sampling.logprobs is not None)
+        sampling = resolved.sampling
+        output = Output(self._tokenizer, resolved.stop, sampling.min_tokens, sampling.logprobs is not None)
         async for event in events:
             if isinstance(event, Accept) and output.stop is None:
                 delta = output.push(event.tokens)
@@ -188,6 +193,11 @@ def _params(request_id: str, model: str, sampling: pb.SamplingParams) -> Generat
         stop_token_ids=tuple(sampling.stop_token_ids),
         ignore_eos=sampling.ignore_eos,
         logprobs=given("logprobs"),
+        presence_penalty=given("presence_penalty"),
+        frequency_penalty=given("frequency_penalty"),
+        repetition_penalty=given("repetition_penalty"),
+        min_tokens=given("min_tokens"),
+        logit_bias=tuple(sampling.logit_bias.items()),
     )
 
 

@@ -82,6 +82,11 @@ def sampling_to_proto(params: types.SamplingParams) -> pb.Sampling:
         stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,
         logprobs=params.logprobs,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        min_tokens=params.min_tokens,
+        logit_bias=[pb.LogitBias(token_id=token_id, bias=bias) for token_id, bias in params.logit_bias],
     )
 
 
@@ -96,6 +101,11 @@ def sampling_from_proto(message: pb.Sampling) -> types.SamplingParams:
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        repetition_penalty=message.repetition_penalty,
+        min_tokens=message.min_tokens,
+        logit_bias=tuple((item.token_id, item.bias) for item in message.logit_bias),
     )
 
 

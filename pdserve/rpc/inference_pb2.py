@@ -24,15 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpdserve/rpc/inference.proto\x12\npdserve.v1\"\xd1\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x06prompt\x18\x03 \x01(\tH\x00\x12\x30\n\x10prompt_token_ids\x18\x04 \x01(\x0b\x32\x14.pdserve.v1.TokenIdsH\x00\x12 \n\x04\x63hat\x18\x05 \x01(\x0b\x32\x10.pdserve.v1.ChatH\x00\x12,\n\x08sampling\x18\x06 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParamsB\x07\n\x05input\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"1\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.pdserve.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xb6\x02\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\x05H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\x15\n\x08logprobs\x18\n \x01(\x05H\x06\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\x0b\n\t_logprobs\"\x91\x01\n\x10GenerateResponse\x12&\n\x07started\x18\x01 \x01(\x0b\x32\x13.pdserve.v1.StartedH\x00\x12\"\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x11.pdserve.v1.DeltaH\x00\x12(\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"T\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\r\"k\n\x05\x44\x65lta\x12\x14\n\x0coutput_index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.pdserve.v1.TokenLogprobs\"E\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x01\x12#\n\x03top\x18\x02 \x03(\x0b\x32\x16.pdserve.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"\xb5\x01\n\x08\x46inished\x12/\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x18.pdserve.v1.FinishReason\x12\x0e\n\x04stop\x18\x02 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x03 \x01(\rH\x00\x12 \n\x05usage\x18\x04 \x01(\x0b\x32\x11.pdserve.v1.Usage\x12\r\n\x05\x65xact\x18\x05 \x01(\x08\x12\x10\n\x08\x61ttempts\x18\x06 \x01(\rB\x0c\n\nstop_match\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse\"\x15\n\x13GetModelInfoRequest\"\\\n\tModelInfo\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\"\x16\n\x14GetServerInfoRequest\"\xad\x01\n\nServerInfo\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x14\n\x0cgrpc_address\x18\x03 \x01(\t\x12\x17\n\x0fsession_address\x18\x04 \x01(\t\x12\x18\n\x10running_requests\x18\x05 \x01(\r\x12)\n\x07workers\x18\x06 \x03(\x0b\x32\x18.pdserve.v1.WorkerStatus\x12\x0b\n\x03pid\x18\x07 \x01(\r\"\xcd\x01\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x0c\n\x04host\x18\x05 \x01(\t\x12\r\n\x05state\x18\x06 \x01(\t\x12\r\n\x05queue\x18\x07 \x01(\r\x12\x10\n\x08requests\x18\x08 \x01(\r\x12\'\n\x06\x62locks\x18\t \x01(\x0b\x32\x17.pdserve.v1.BlockCounts\x12\x13\n\x0b\x66ingerprint\x18\n \x01(\t\";\n\x0b\x42lockCounts\x12\x0c\n\x04\x66ree\x18\x01 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x02 \x01(\r\x12\x0e\n\x06leased\x18\x03 \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xa5\x02\n\tInference\x12G\n\x08Generate\x12\x1b.pdserve.v1.GenerateRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12<\n\x05\x41\x62ort\x12\x18.pdserve.v1.AbortRequest\x1a\x19.pdserve.v1.AbortResponse\x12\x46\n\x0cGetModelInfo\x12\x1f.pdserve.v1.GetModelInfoRequest\x1a\x15.pdserve.v1.ModelInfo\x12I\n\rGetServerInfo\x12 .pdserve.v1.GetServerInfoRequest\x1a\x16.pdserve.v1.ServerInfob\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpdserve/rpc/inference.proto\x12\npdserve.v1\"\xd1\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x06prompt\x18\x03 \x01(\tH\x00\x12\x30\n\x10prompt_token_ids\x18\x04 \x01(\x0b\x32\x14.pdserve.v1.TokenIdsH\x00\x12 \n\x04\x63hat\x18\x05 \x01(\x0b\x32\x10.pdserve.v1.ChatH\x00\x12,\n\x08sampling\x18\x06 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParamsB\x07\n\x05input\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"1\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.pdserve.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xf1\x04\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\x05H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\x15\n\x08logprobs\x18\n \x01(\x05H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x01H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x01H\x08\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x01H\t\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x0e \x01(\x05H\n\x88\x01\x01\x12=\n\nlogit_bias\x18\x0f \x03(\x0b\x32).pdserve.v1.SamplingParams.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\x0b\n\t_logprobsB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\r\n\x0b_min_tokens\"\x91\x01\n\x10GenerateResponse\x12&\n\x07started\x18\x01 \x01(\x0b\x32\x13.pdserve.v1.StartedH\x00\x12\"\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x11.pdserve.v1.DeltaH\x00\x12(\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"T\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\r\"k\n\x05\x44\x65lta\x12\x14\n\x0coutput_index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.pdserve.v1.TokenLogprobs\"E\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x01\x12#\n\x03top\x18\x02 \x03(\x0b\x32\x16.pdserve.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"\xb5\x01\n\x08\x46inished\x12/\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x18.pdserve.v1.FinishReason\x12\x0e\n\x04stop\x18\x02 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x03 \x01(\rH\x00\x12 \n\x05usage\x18\x04 \x01(\x0b\x32\x11.pdserve.v1.Usage\x12\r\n\x05\x65xact\x18\x05 \x01(\x08\x12\x10\n\x08\x61ttempts\x18\x06 \x01(\rB\x0c\n\nstop_match\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse\"\x15\n\x13GetModelInfoRequest\"\\\n\tModelInfo\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\"\x16\n\x14GetServerInfoRequest\"\xad\x01\n\nServerInfo\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x14\n\x0cgrpc_address\x18\x03 \x01(\t\x12\x17\n\x0fsession_address\x18\x04 \x01(\t\x12\x18\n\x10running_requests\x18\x05 \x01(\r\x12)\n\x07workers\x18\x06 \x03(\x0b\x32\x18.pdserve.v1.WorkerStatus\x12\x0b\n\x03pid\x18\x07 \x01(\r\"\xcd\x01\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x0c\n\x04host\x18\x05 \x01(\t\x12\r\n\x05state\x18\x06 \x01(\t\x12\r\n\x05queue\x18\x07 \x01(\r\x12\x10\n\x08requests\x18\x08 \x01(\r\x12\'\n\x06\x62locks\x18\t \x01(\x0b\x32\x17.pdserve.v1.BlockCounts\x12\x13\n\x0b\x66ingerprint\x18\n \x01(\t\";\n\x0b\x42lockCounts\x12\x0c\n\x04\x66ree\x18\x01 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x02 \x01(\r\x12\x0e\n\x06leased\x18\x03 \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xa5\x02\n\tInference\x12G\n\x08Generate\x12\x1b.pdserve.v1.GenerateRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12<\n\x05\x41\x62ort\x12\x18.pdserve.v1.AbortRequest\x1a\x19.pdserve.v1.AbortResponse\x12\x46\n\x0cGetModelInfo\x12\x1f.pdserve.v1.GetModelInfoRequest\x1a\x15.pdserve.v1.ModelInfo\x12I\n\rGetServerInfo\x12 .pdserve.v1.GetServerInfoRequest\x1a\x16.pdserve.v1.ServerInfob\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdserve.rpc.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=2058
-  _globals['_FINISHREASON']._serialized_end=2153
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_FINISHREASON']._serialized_start=2373
+  _globals['_FINISHREASON']._serialized_end=2468
   _globals['_GENERATEREQUEST']._serialized_start=44
   _globals['_GENERATEREQUEST']._serialized_end=253
   _globals['_TOKENIDS']._serialized_start=255
@@ -42,37 +44,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHATMESSAGE']._serialized_start=331
   _globals['_CHATMESSAGE']._serialized_end=375
   _globals['_SAMPLINGPARAMS']._serialized_start=378
-  _globals['_SAMPLINGPARAMS']._serialized_end=688
-  _globals['_GENERATERESPONSE']._serialized_start=691
-  _globals['_GENERATERESPONSE']._serialized_end=836
-  _globals['_STARTED']._serialized_start=838
-  _globals['_STARTED']._serialized_end=922
-  _globals['_DELTA']._serialized_start=924
-  _globals['_DELTA']._serialized_end=1031
-  _globals['_TOKENLOGPROBS']._serialized_start=1033
-  _globals['_TOKENLOGPROBS']._serialized_end=1102
-  _globals['_TOPLOGPROB']._serialized_start=1104
-  _globals['_TOPLOGPROB']._serialized_end=1151
-  _globals['_FINISHED']._serialized_start=1154
-  _globals['_FINISHED']._serialized_end=1335
-  _globals['_USAGE']._serialized_start=1337
-  _globals['_USAGE']._serialized_end=1417
-  _globals['_ABORTREQUEST']._serialized_start=1419
-  _globals['_ABORTREQUEST']._serialized_end=1453
-  _globals['_ABORTRESPONSE']._serialized_start=1455
-  _globals['_ABORTRESPONSE']._serialized_end=1470
-  _globals['_GETMODELINFOREQUEST']._serialized_start=1472
-  _globals['_GETMODELINFOREQUEST']._serialized_end=1493
-  _globals['_MODELINFO']._serialized_start=1495
-  _globals['_MODELINFO']._serialized_end=1587
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=1589
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=1611
-  _globals['_SERVERINFO']._serialized_start=1614
-  _globals['_SERVERINFO']._serialized_end=1787
-  _globals['_WORKERSTATUS']._serialized_start=1790
-  _globals['_WORKERSTATUS']._serialized_end=1995
-  _globals['_BLOCKCOUNTS']._serialized_start=1997
-  _globals['_BLOCKCOUNTS']._serialized_end=2056
-  _globals['_INFERENCE']._serialized_start=2156
-  _globals['_INFERENCE']._serialized_end=2449
+  _globals['_SAMPLINGPARAMS']._serialized_end=1003
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=791
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=839
+  _globals['_GENERATERESPONSE']._serialized_start=1006
+  _globals['_GENERATERESPONSE']._serialized_end=1151
+  _globals['_STARTED']._serialized_start=1153
+  _globals['_STARTED']._serialized_end=1237
+  _globals['_DELTA']._serialized_start=1239
+  _globals['_DELTA']._serialized_end=1346
+  _globals['_TOKENLOGPROBS']._serialized_start=1348
+  _globals['_TOKENLOGPROBS']._serialized_end=1417
+  _globals['_TOPLOGPROB']._serialized_start=1419
+  _globals['_TOPLOGPROB']._serialized_end=1466
+  _globals['_FINISHED']._serialized_start=1469
+  _globals['_FINISHED']._serialized_end=1650
+  _globals['_USAGE']._serialized_start=1652
+  _globals['_USAGE']._serialized_end=1732
+  _globals['_ABORTREQUEST']._serialized_start=1734
+  _globals['_ABORTREQUEST']._serialized_end=1768
+  _globals['_ABORTRESPONSE']._serialized_start=1770
+  _globals['_ABORTRESPONSE']._serialized_end=1785
+  _globals['_GETMODELINFOREQUEST']._serialized_start=1787
+  _globals['_GETMODELINFOREQUEST']._serialized_end=1808
+  _globals['_MODELINFO']._serialized_start=1810
+  _globals['_MODELINFO']._serialized_end=1902
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=1904
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=1926
+  _globals['_SERVERINFO']._serialized_start=1929
+  _globals['_SERVERINFO']._serialized_end=2102
+  _globals['_WORKERSTATUS']._serialized_start=2105
+  _globals['_WORKERSTATUS']._serialized_end=2310
+  _globals['_BLOCKCOUNTS']._serialized_start=2312
+  _globals['_BLOCKCOUNTS']._serialized_end=2371
+  _globals['_INFERENCE']._serialized_start=2471
+  _globals['_INFERENCE']._serialized_end=2764
 # @@protoc_insertion_point(module_scope)
