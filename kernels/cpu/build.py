@@ -21,10 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "native"
-# Definitions of builds for tests: the AVX-512 and AMX paths over plain C, runnable anywhere; and known faults.
+# Definitions of builds for tests: the AVX-512 and AMX paths over plain C, runnable anywhere; one path only, which takes
+# less time; and known faults.
 EMULATED = "PDK_EMULATED"
+PORTABLE_ONLY = "PDK_PORTABLE_ONLY"
 MUTANTS = ("PDK_MUTANT_UNMASKED", "PDK_MUTANT_SPLIT_REDUCTION", "PDK_MUTANT_BLOCK_EDGE")
 
+_DIGEST_DIGITS = 16
 _COMPILERS = ("cc", "gcc", "clang")
 _FLAGS = (
     *("-std=gnu11", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread"),
@@ -61,11 +64,11 @@ _INSTRUCTION_SETS = (
 
 def library_path(definitions: Sequence[str] = ()) -> Path:
     """Where the library of the present sources, compiled with `definitions`, lies once it is built."""
-    digest = hashlib.blake2b(digest_size=8)
+    digest = hashlib.blake2b(digest_size=_DIGEST_DIGITS // 2)
     for path in sorted(SOURCES.glob("*.[ch]")):
         digest.update(f"{path.name}\n".encode() + path.read_bytes())
     digest.update(repr((_FLAGS, _LINK_FLAGS, _INSTRUCTION_SETS, tuple(definitions))).encode())
-    return SOURCES / f"pdserve-cpu-{digest.hexdigest()}.so"
+    return SOURCES / f"{_stem(definitions)}{digest.hexdigest()}.so"
 
 
 def build(definitions: Sequence[str] = ()) -> tuple[Path, list[str]]:
@@ -75,10 +78,20 @@ def build(definitions: Sequence[str] = ()) -> tuple[Path, list[str]]:
         return library, []
     compiler = _compiler()
     with tempfile.TemporaryDirectory(prefix="pdserve-cpu-") as folder:
-        sets, notes = _known_sets(compiler, Path(folder), EMULATED in definitions)
+        if PORTABLE_ONLY in definitions:
+            sets, notes = {}, []
+        else:
+            sets, notes = _known_sets(compiler, Path(folder), EMULATED in definitions)
         objects = _compile_all(compiler, sets, definitions, Path(folder))
         _link(compiler, objects, library)
+    for stale in SOURCES.glob(f"{_stem(definitions)}{'?' * _DIGEST_DIGITS}.so"):
+        if stale != library:
+            stale.unlink(missing_ok=True)  # whoever has it loaded keeps it
     return library, notes
+
+
+def _stem(definitions: Sequence[str]) -> str:
+    return "-".join(("pdserve-cpu", *(name.removeprefix("PDK_").lower() for name in definitions), ""))
 
 
 def _compiler() -> str:

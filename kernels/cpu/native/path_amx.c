@@ -62,8 +62,8 @@ INLINE void multiply_tiles(const int row_tiles, const int panel_tiles, const cha
         tile_stored(3, below + PANEL, stride);
 }
 
-static void multiply_bfloat16(const void *operand, int64_t operand_stride, int64_t rows, const struct panels *panels,
-                              float *result, int64_t result_stride, bool accumulate)
+ONE_COPY void multiply_bfloat16(const void *operand, int64_t operand_stride, int64_t rows, const struct panels *panels,
+                               float *result, int64_t result_stride, bool accumulate)
 {
     const int64_t bytes = operand_stride * 2;
     for (int64_t panel = 0; panel < panels->panel_count; panel += 2)

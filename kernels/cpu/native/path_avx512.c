@@ -11,8 +11,8 @@
 #include "path.h"
 #include "product.h"
 
-static void multiply_bfloat16(const void *operand, int64_t operand_stride, int64_t rows, const struct panels *panels,
-                              float *result, int64_t result_stride, bool accumulate)
+ONE_COPY void multiply_bfloat16(const void *operand, int64_t operand_stride, int64_t rows, const struct panels *panels,
+                               float *result, int64_t result_stride, bool accumulate)
 {
     multiply(DOTTED, operand, operand_stride, rows, panels, result, result_stride, accumulate);
 }
