@@ -45,6 +45,7 @@ class Request:
     request_id: str
     prompt_ids: tuple[int, ...]
     params: SamplingParams
+    received_ids: tuple[int, ...] = ()  # of the output, which the client has from another router
     tenant: str = "default"
 
 
@@ -191,7 +192,7 @@ class Dispatch:
             raise AlreadyExists(f"request_id: {request.request_id!r} is in flight at this router; choose another")
         if len(self._requests) >= self._config.max_requests:
             raise ResourceExhausted(f"{len(self._requests)} requests are in flight, the most this router takes")
-        entry = _InFlight(request)
+        entry = _InFlight(request, output_ids=list(request.received_ids))
         self._requests[request.request_id] = entry
         return self._place(entry, now)
 
@@ -316,10 +317,13 @@ class Dispatch:
             if entry.deadline is None:
                 entry.deadline = now + self._config.placement_timeout_ms / 1000
             return []
+        self._note_output(entry, decode)
+        finish = entry.request.params.end_of(entry.output_ids, entry.eos_token_ids)
+        if finish is not None:  # nothing is missing but the end
+            return self._end(entry, finish)
         entry.attempts += 1
         owner = Owner(entry.request.tenant, entry.request.request_id, self._incarnation, entry.attempts)
         entry.attempt = _Attempt(owner, decode)
-        self._note_output(entry, decode)
         local = self._policy.choose_prefill(wish, candidates) is None
         if local:
             self._note_prompt(entry, decode)

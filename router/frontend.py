@@ -50,7 +50,7 @@ class RouterCalls(Protocol):
 
     async def limits(self) -> ModelLimits: ...
 
-    def submit(self, request: Request) -> Events: ...
+    def submit(self, request: Request, resumed: bool) -> Events: ...
 
     def abandon(self, stream: Events) -> None: ...
 
@@ -88,12 +88,16 @@ class Output:
                 text, matched = self._stops.push(text)
             delta.text += text
             delta.token_ids.append(token.token_id)
-            if self._with_logprobs:
+            if self._with_logprobs and token.logprob is not None:
                 delta.logprobs.append(_logprobs(token))
             self.token_count += 1
             if matched is not None:
                 break
         return delta
+
+    def replay(self, token_ids: Iterable[int]) -> None:
+        """Stand where another router's output stood after these ids; their text went out there."""
+        self.push(SampledToken(token_id) for token_id in token_ids)
 
     def finish(self) -> str:
         """The text that was held back and is final now."""
@@ -113,7 +117,10 @@ class Frontend(InferenceServicer):
     ) -> AsyncIterator[pb.GenerateResponse]:
         try:
             resolved = await self._resolve(request)
-            events = self._router.submit(Request(resolved.request_id, resolved.prompt_ids, resolved.sampling))
+            resumed = request.HasField("resume")
+            events = self._router.submit(
+                Request(resolved.request_id, resolved.prompt_ids, resolved.sampling, resolved.received_ids), resumed
+            )
         except PdserveError as error:
             await _abort(context, error)
         try:
@@ -141,9 +148,15 @@ class Frontend(InferenceServicer):
         return self._router.server_info()
 
     async def _resolve(self, request: pb.GenerateRequest) -> ResolvedRequest:
+        if len(request.resume.outputs) > 1:
+            raise InvalidArgument("resume", f"has {len(request.resume.outputs)} outputs: this request has 1")
+        received_ids = [token_id for output in request.resume.outputs for token_id in output.ids]
         field, prompt_ids = await asyncio.to_thread(self._prompt_ids, request)  # a long prompt takes a while
         params = _params(request.request_id or uuid.uuid4().hex, request.model, request.sampling)
-        return resolve_request(params, prompt_ids, await self._router.limits(), self._router.model, prompt_field=field)
+        limits = await self._router.limits()
+        return resolve_request(
+            params, prompt_ids, limits, self._router.model, prompt_field=field, received_ids=received_ids
+        )
 
     def _prompt_ids(self, request: pb.GenerateRequest) -> tuple[str, list[int]]:
         """The prompt as ids, and the field it came in."""
@@ -162,6 +175,9 @@ class Frontend(InferenceServicer):
     async def _stream(self, resolved: ResolvedRequest, events: Events) -> AsyncIterator[pb.GenerateResponse]:
         sampling = resolved.sampling
         output = Output(self._tokenizer, resolved.stop, sampling.min_tokens, sampling.logprobs is not None)
+        output.replay(resolved.received_ids)
+        if output.stop is not None:
+            self._router.finish(resolved.request_id, Finish(FinishReason.STOP, stop=output.stop))
         async for event in events:
             if isinstance(event, Accept) and output.stop is None:
                 delta = output.push(event.tokens)

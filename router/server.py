@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha import reflection
 from pdserve import logs
 from pdserve.clock import Clock, SystemClock
 from pdserve.config import RouterConfig
-from pdserve.errors import ConfigError, PdserveError, Unavailable
+from pdserve.errors import Cancelled, ConfigError, PdserveError, Unavailable
 from pdserve.rpc import cluster_pb2 as pb
 from pdserve.rpc import cluster_pb2_grpc, convert, inference_pb2, inference_pb2_grpc
 from pdserve.types import Finish, Load, ModelLimits, Owner, Role, SampledToken, Ticket
@@ -163,8 +163,10 @@ class Router:
         assert self._limits is not None
         return self._limits
 
-    def submit(self, request: Request) -> RequestStream:
-        """Take a request over. Raises AlreadyExists or ResourceExhausted."""
+    def submit(self, request: Request, resumed: bool = False) -> RequestStream:
+        """Take a request over; a resumed one from whoever had it. Raises AlreadyExists or ResourceExhausted."""
+        if resumed:
+            self.cancel(request.request_id, Cancelled("the client resumed this request over another connection"))
         actions = self._dispatch.submit(request, self._clock.now())
         stream = RequestStream(request.request_id)
         self._streams[request.request_id] = stream

@@ -63,6 +63,7 @@ class ResolvedRequest:
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     stop: tuple[str, ...]
+    received_ids: tuple[int, ...] = ()
 
 
 def resolve_request(
@@ -72,8 +73,9 @@ def resolve_request(
     served_model: str,
     *,
     prompt_field: str = "prompt",
+    received_ids: Sequence[int] = (),
 ) -> ResolvedRequest:
-    """Check everything and fill in every default, or raise InvalidArgument.
+    """Check everything and fill in every default, or raise InvalidArgument. `received_ids`: of a resumed request.
 
     `prompt_field` is the public field that the ids came from: prompt, prompt_token_ids or chat. `limits` are the
     smallest of the workers that may serve it. Equal arguments give an equal result, the seed included.
@@ -102,7 +104,10 @@ def resolve_request(
         ignore_eos=params.ignore_eos,
         logprobs=_logprobs(params.logprobs),
     )
-    return ResolvedRequest(params.request_id, served_model, tuple(prompt_ids), sampling, params.stop)
+    _check_received(received_ids, max_tokens, limits.vocab_size)
+    return ResolvedRequest(
+        params.request_id, served_model, tuple(prompt_ids), sampling, params.stop, tuple(received_ids)
+    )
 
 
 def check_prompt_text(text: str) -> None:
@@ -243,6 +248,18 @@ def _max_tokens(value: int | None, prompt_tokens: int, room: int) -> int:
             "max_tokens", f"is {value}: the prompt's {prompt_tokens} tokens leave room for at most {room}"
         )
     return value
+
+
+def _check_received(token_ids: Sequence[int], max_tokens: int, vocab_size: int) -> None:
+    if len(token_ids) > max_tokens:
+        raise InvalidArgument(
+            "resume", f"has {len(token_ids)} tokens: at most {max_tokens}, max_tokens, can be received"
+        )
+    for index, token_id in enumerate(token_ids):
+        if not 0 <= token_id < vocab_size:
+            raise InvalidArgument(
+                "resume", f"token {index} is {token_id}: must be in [0, {vocab_size - 1}], the vocabulary"
+            )
 
 
 def _min_tokens(value: int | None, max_tokens: int) -> int:

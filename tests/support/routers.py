@@ -47,10 +47,8 @@ class RouterThread:
         self.stop()
 
 
-def make_worker(
-    model: Path, sockets: Path, router: RouterThread, role: Role = Role.DECODE, model_name: str = MODEL
-) -> Worker:
-    """A worker that is not started yet."""
+def make_worker(model: Path, sockets: Path, *routers: RouterThread, role: Role = Role.DECODE) -> Worker:
+    """A worker of these routers that is not started yet."""
     config = Config()
     config = replace(config, engine=replace(config.engine, threads=1, kv_cache_mb=32))
     return Worker(
@@ -58,8 +56,8 @@ def make_worker(
             worker_id=f"{role.value}-0",
             role=role,
             model_directory=str(model),
-            model_name=model_name,
-            router_addresses=(router.router.session_address,),
+            model_name=MODEL,
+            router_addresses=tuple(router.router.session_address for router in routers),
             kv_socket_directory=str(sockets),
             log_path="",
             config=config,
