@@ -144,12 +144,13 @@ class Load:
     """What a worker tells the routers about itself, several times a second.
 
     `queued`: requests that wait for blocks or KV. `running`: requests in the batch, or, on a prefill
-    worker, prompts in computation and KV not yet acknowledged.
+    worker, prompts in computation and KV not yet acknowledged. `draining`: it finishes what it has and wants nothing new.
     """
 
     queued: int = 0
     running: int = 0
     blocks: BlockCounts = field(default_factory=BlockCounts)
+    draining: bool = False
 
 
 @dataclass(frozen=True, slots=True)

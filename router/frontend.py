@@ -23,7 +23,7 @@ from pdserve.errors import Cancelled, InvalidArgument, NotFound, PdserveError, R
 from pdserve.rpc import inference_pb2 as pb
 from pdserve.rpc.inference_pb2_grpc import InferenceServicer
 from pdserve.types import Finish, FinishReason, ModelLimits, SampledToken, Usage
-from router.dispatch import Accept, End, Request
+from router.actions import Accept, End, Request
 from router.text import ChatMessage, Detokenizer, StopStrings, Tokenizer
 from router.validation import GenerateParams, ResolvedRequest, check_chat, check_prompt_text, resolve_request
 

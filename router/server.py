@@ -24,11 +24,10 @@ from pdserve.errors import Cancelled, ConfigError, PdserveError, Unavailable
 from pdserve.rpc import cluster_pb2 as pb
 from pdserve.rpc import cluster_pb2_grpc, convert, inference_pb2, inference_pb2_grpc
 from pdserve.types import Finish, Load, ModelLimits, Owner, Role, SampledToken, Ticket
-from router.dispatch import (
+from router.actions import (
     Abort,
     Accept,
     Action,
-    Dispatch,
     End,
     Fallback,
     PrefillLocally,
@@ -38,6 +37,7 @@ from router.dispatch import (
     StartDecode,
     StartPrefill,
 )
+from router.dispatch import Dispatch
 from router.frontend import Frontend
 from router.membership import Membership
 from router.policies import LeastLoaded

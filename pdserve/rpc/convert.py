@@ -63,12 +63,14 @@ def blocks_to_proto(blocks: types.BlockCounts) -> inference_pb2.BlockCounts:
 
 
 def load_to_proto(load: types.Load) -> pb.Load:
-    return pb.Load(queued=load.queued, running=load.running, blocks=blocks_to_proto(load.blocks))
+    return pb.Load(
+        queued=load.queued, running=load.running, blocks=blocks_to_proto(load.blocks), draining=load.draining
+    )
 
 
 def load_from_proto(message: pb.Load) -> types.Load:
     blocks = types.BlockCounts(message.blocks.free, message.blocks.cached, message.blocks.leased)
-    return types.Load(queued=message.queued, running=message.running, blocks=blocks)
+    return types.Load(queued=message.queued, running=message.running, blocks=blocks, draining=message.draining)
 
 
 def sampling_to_proto(params: types.SamplingParams) -> pb.Sampling:

@@ -225,6 +225,18 @@ class ServerInfo(_message.Message):
     pid: int
     def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., grpc_address: _Optional[str] = ..., session_address: _Optional[str] = ..., running_requests: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., pid: _Optional[int] = ...) -> None: ...
 
+class DrainWorkerRequest(_message.Message):
+    __slots__ = ("worker_id", "cancel")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    cancel: bool
+    def __init__(self, worker_id: _Optional[str] = ..., cancel: _Optional[bool] = ...) -> None: ...
+
+class DrainWorkerResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class WorkerStatus(_message.Message):
     __slots__ = ("worker_id", "incarnation", "role", "pid", "host", "state", "queue", "requests", "blocks", "fingerprint")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]

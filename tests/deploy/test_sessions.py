@@ -14,7 +14,7 @@ from pdserve.rpc import cluster_pb2 as pb
 from pdserve.rpc import convert, inference_pb2
 from pdserve.rpc.cluster_pb2_grpc import ClusterStub
 from pdserve.types import ModelLimits, Role, SamplingParams, WorkerInfo
-from router.dispatch import Request
+from router.actions import Request
 from support.clusters import wait_for
 from support.routers import MODEL, RouterThread, make_worker
 
