@@ -83,6 +83,7 @@ class ClusterConfig:
 
     prefill: int = 1
     decode: int = 2
+    routers: int = 1  # at router.grpc_port, and the ports after it
     runtime_dir: str = ""  # default: a short folder below the system's temporary one
     start_timeout_s: float = 120.0
     restart_actors: bool = True
@@ -159,6 +160,7 @@ class Config:
             ("router.poison_refusal_ms", self.router.poison_refusal_ms, 0),
             ("router.drain_timeout_ms", self.router.drain_timeout_ms, 0),
             ("cluster.prefill", self.cluster.prefill, 0),
+            ("cluster.routers", self.cluster.routers, 1),
             ("cluster.decode", self.cluster.decode, 1),
             ("cluster.start_timeout_s", self.cluster.start_timeout_s, 1),
         ):

@@ -144,7 +144,8 @@ class Load:
     """What a worker tells the routers about itself, several times a second.
 
     `queued`: requests that wait for blocks or KV. `running`: requests in the batch, or, on a prefill
-    worker, prompts in computation and KV not yet acknowledged. `draining`: it finishes what it has and wants nothing new.
+    worker, prompts in computation and KV not yet acknowledged. `draining`: it finishes what it
+    has and wants nothing new.
     """
 
     queued: int = 0

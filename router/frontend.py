@@ -54,6 +54,8 @@ class RouterCalls(Protocol):
 
     def abandon(self, stream: Events) -> None: ...
 
+    def drain_worker(self, worker_id: str, cancel: bool) -> None: ...
+
     def cancel(self, request_id: str, error: PdserveError | None = None) -> bool: ...
 
     def finish(self, request_id: str, finish: Finish) -> None: ...
@@ -143,6 +145,15 @@ class Frontend(InferenceServicer):
         except PdserveError as error:
             await _abort(context, error)
             raise AssertionError("unreachable") from error
+
+    async def DrainWorker(
+        self, request: pb.DrainWorkerRequest, context: grpc.aio.ServicerContext
+    ) -> pb.DrainWorkerResponse:
+        try:
+            self._router.drain_worker(request.worker_id, request.cancel)
+        except PdserveError as error:
+            await _abort(context, error)
+        return pb.DrainWorkerResponse()
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext) -> pb.ServerInfo:
         return self._router.server_info()

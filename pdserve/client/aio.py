@@ -66,6 +66,11 @@ class AsyncClient:
         return AsyncStream(self, request, self._clock, timeout_s)
 
     @property
+    def has_others(self) -> bool:
+        """Whether there is more than one router to ask. For Stream."""
+        return len(self._routes) > 1
+
+    @property
     def first_look_s(self) -> float:
         """How long a request that nobody has answered yet is offered to the other routers. For the stream."""
         return CONNECT_TIMEOUT_S * (len(self._routes) - 1)
@@ -103,6 +108,13 @@ class AsyncClient:
     async def server_info(self, *, timeout_s: float = UNARY_TIMEOUT_S) -> pb.ServerInfo:
         with own_errors():
             return await self._inference.GetServerInfo(pb.GetServerInfoRequest(), timeout=timeout_s)
+
+    async def drain_worker(self, worker_id: str, *, cancel: bool = False, timeout_s: float = UNARY_TIMEOUT_S) -> None:
+        """Let a worker finish what it has and take nothing new; `cancel`: work on. Raises NotFound. Returns at once."""
+        with own_errors():
+            await self._inference.DrainWorker(
+                pb.DrainWorkerRequest(worker_id=worker_id, cancel=cancel), timeout=timeout_s
+            )
 
     async def healthy(self, timeout_s: float = 1.0) -> bool:
         try:
@@ -165,7 +177,9 @@ class AsyncStream:
                 event = await self._call.read()
         except PdserveError as error:
             self._fruitless += 1
-            hopeless = self._cancelled or not may_resume(error) or self._fruitless > MAX_FRUITLESS
+            hopeless = (
+                self._cancelled or not may_resume(error, self._client.has_others) or self._fruitless > MAX_FRUITLESS
+            )
             if hopeless or not await self._resume():
                 raise
             return True

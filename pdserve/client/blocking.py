@@ -68,6 +68,11 @@ class Client:
         return Stream(self, request, self._clock, timeout_s)
 
     @property
+    def has_others(self) -> bool:
+        """Whether there is more than one router to ask. For Stream."""
+        return len(self._routes) > 1
+
+    @property
     def first_look_s(self) -> float:
         """How long a request that nobody has answered yet is offered to the other routers. For the stream."""
         return CONNECT_TIMEOUT_S * (len(self._routes) - 1)
@@ -107,6 +112,11 @@ class Client:
     def server_info(self, *, timeout_s: float = UNARY_TIMEOUT_S) -> pb.ServerInfo:
         with own_errors():
             return self._inference.GetServerInfo(pb.GetServerInfoRequest(), timeout=timeout_s)
+
+    def drain_worker(self, worker_id: str, *, cancel: bool = False, timeout_s: float = UNARY_TIMEOUT_S) -> None:
+        """Let a worker finish what it has and take nothing new; `cancel`: work on. Raises NotFound. Returns at once."""
+        with own_errors():
+            self._inference.DrainWorker(pb.DrainWorkerRequest(worker_id=worker_id, cancel=cancel), timeout=timeout_s)
 
     def healthy(self, timeout_s: float = 1.0) -> bool:
         """Whether the router answers in time that it serves. Never raises a PdserveError."""
@@ -169,7 +179,9 @@ class Stream:
                 event = next(self._call, None)
         except PdserveError as error:
             self._fruitless += 1
-            hopeless = self._cancelled or not may_resume(error) or self._fruitless > MAX_FRUITLESS
+            hopeless = (
+                self._cancelled or not may_resume(error, self._client.has_others) or self._fruitless > MAX_FRUITLESS
+            )
             if hopeless or not self._resume():
                 raise
             return True

@@ -27,8 +27,10 @@ def identified(request: pb.GenerateRequest) -> pb.GenerateRequest:
     return request
 
 
-def may_resume(error: PdserveError) -> bool:
-    return isinstance(error, ConnectionLost)
+def may_resume(error: PdserveError, others: bool) -> bool:
+    """Whether to ask again. A router that refuses because it is shutting down, or has no worker, is only one of several
+    where there are `others`."""
+    return isinstance(error, ConnectionLost) or (others and isinstance(error, Unavailable))
 
 
 def resumption(request: pb.GenerateRequest, fold: StreamFold) -> pb.GenerateRequest:
