@@ -16,13 +16,14 @@ from pdserve.client.channel import (
     CHANNEL_OPTIONS,
     CONNECT_TIMEOUT_S,
     DEFAULT_TIMEOUT_S,
+    LOOK_PAUSE_S,
     RESUME_TIMEOUT_S,
     UNARY_TIMEOUT_S,
     address_list,
     own_errors,
 )
 from pdserve.client.request import GenerateOptions, Prompt, generate_request
-from pdserve.client.resume import MAX_FRUITLESS, identified, may_resume, resumption
+from pdserve.client.resume import MAX_LOSSES, identified, may_resume, resumption
 from pdserve.client.stream import Delta, Result, Started, StreamFold
 from pdserve.clock import Clock, SystemClock
 from pdserve.errors import Cancelled, PdserveError, ProtocolError
@@ -38,12 +39,15 @@ class _Route:
         self.inference = inference_pb2_grpc.InferenceStub(self.channel)
         self.health = health_pb2_grpc.HealthStub(self.channel)
 
-    async def connects(self, timeout_s: float) -> bool:
+    async def serves(self, timeout_s: float, *, wait_for_ready: bool = False) -> bool:
+        """Whether it answers in time that it serves; `wait_for_ready`: with the connection's making in that time."""
+        request = health_pb2.HealthCheckRequest()
         try:
-            await asyncio.wait_for(self.channel.channel_ready(), timeout_s)
-        except TimeoutError:
+            with own_errors():
+                answer = await self.health.Check(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
+        except PdserveError:
             return False
-        return True
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 class AsyncClient:
@@ -87,9 +91,10 @@ class AsyncClient:
             if remaining_s <= 0:
                 return False
             candidate = (self._current + 1 + index) % len(self._routes)
-            if await self._routes[candidate].connects(min(CONNECT_TIMEOUT_S, remaining_s)):
+            if await self._routes[candidate].serves(min(CONNECT_TIMEOUT_S, remaining_s), wait_for_ready=True):
                 self._current = candidate
                 return True
+            await asyncio.sleep(LOOK_PAUSE_S)
         raise AssertionError("unreachable")
 
     async def complete(
@@ -117,14 +122,7 @@ class AsyncClient:
             )
 
     async def healthy(self, timeout_s: float = 1.0) -> bool:
-        try:
-            with own_errors():
-                answer = await self._routes[self._current].health.Check(
-                    health_pb2.HealthCheckRequest(), timeout=timeout_s
-                )
-        except PdserveError:
-            return False
-        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+        return await self._routes[self._current].serves(timeout_s)
 
     async def close(self) -> None:
         for route in self._routes:
@@ -151,7 +149,7 @@ class AsyncStream:
         self._deadline_s = None if timeout_s is None else sent_s + timeout_s
         self._fold = StreamFold(sent_s)
         self._cancelled = False
-        self._fruitless = 0  # resumptions since the last event
+        self._losses = 0  # of the connection
         self._call = client.open(request, timeout_s)
 
     async def started(self) -> Started:
@@ -176,14 +174,11 @@ class AsyncStream:
             with self._stream_errors():
                 event = await self._call.read()
         except PdserveError as error:
-            self._fruitless += 1
-            hopeless = (
-                self._cancelled or not may_resume(error, self._client.has_others) or self._fruitless > MAX_FRUITLESS
-            )
+            self._losses += 1
+            hopeless = self._cancelled or not may_resume(error, self._client.has_others) or self._losses > MAX_LOSSES
             if hopeless or not await self._resume():
                 raise
             return True
-        self._fruitless = 0
         if event is grpc.aio.EOF:
             return None
         return self._fold.accept(event, self._clock.now()) or True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Unpack
@@ -14,13 +15,14 @@ from pdserve.client.channel import (
     CHANNEL_OPTIONS,
     CONNECT_TIMEOUT_S,
     DEFAULT_TIMEOUT_S,
+    LOOK_PAUSE_S,
     RESUME_TIMEOUT_S,
     UNARY_TIMEOUT_S,
     address_list,
     own_errors,
 )
 from pdserve.client.request import GenerateOptions, Prompt, generate_request
-from pdserve.client.resume import MAX_FRUITLESS, identified, may_resume, resumption
+from pdserve.client.resume import MAX_LOSSES, identified, may_resume, resumption
 from pdserve.client.stream import Delta, Result, Started, StreamFold
 from pdserve.clock import Clock, SystemClock
 from pdserve.errors import PdserveError, ProtocolError
@@ -36,12 +38,15 @@ class _Route:
         self.inference = inference_pb2_grpc.InferenceStub(self.channel)
         self.health = health_pb2_grpc.HealthStub(self.channel)
 
-    def connects(self, timeout_s: float) -> bool:
+    def serves(self, timeout_s: float, *, wait_for_ready: bool = False) -> bool:
+        """Whether it answers in time that it serves; `wait_for_ready`: with the connection's making in that time."""
+        request = health_pb2.HealthCheckRequest()
         try:
-            grpc.channel_ready_future(self.channel).result(timeout_s)
-        except grpc.FutureTimeoutError:
+            with own_errors():
+                answer = self.health.Check(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
+        except PdserveError:
             return False
-        return True
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 class Client:
@@ -82,16 +87,17 @@ class Client:
         return self._inference.Generate(request, timeout=timeout_s)
 
     def find_router(self, timeout_s: float) -> bool:
-        """Turn to the next router that answers; False if none does in time. For Stream."""
+        """Turn to the next router that says it serves; False if none does in time. For Stream."""
         deadline = self._clock.now() + timeout_s
         for index in itertools.cycle(range(len(self._routes))):
             remaining_s = deadline - self._clock.now()
             if remaining_s <= 0:
                 return False
             candidate = (self._current + 1 + index) % len(self._routes)
-            if self._routes[candidate].connects(min(CONNECT_TIMEOUT_S, remaining_s)):
+            if self._routes[candidate].serves(min(CONNECT_TIMEOUT_S, remaining_s), wait_for_ready=True):
                 self._current = candidate
                 return True
+            time.sleep(LOOK_PAUSE_S)
         raise AssertionError("unreachable")
 
     def complete(
@@ -120,12 +126,7 @@ class Client:
 
     def healthy(self, timeout_s: float = 1.0) -> bool:
         """Whether the router answers in time that it serves. Never raises a PdserveError."""
-        try:
-            with own_errors():
-                answer = self._routes[self._current].health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
-        except PdserveError:
-            return False
-        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+        return self._routes[self._current].serves(timeout_s)
 
     def close(self) -> None:
         """Close the connections; streams still open end with Cancelled."""
@@ -152,7 +153,7 @@ class Stream:
         self._deadline_s = None if timeout_s is None else sent_s + timeout_s
         self._fold = StreamFold(sent_s)
         self._cancelled = False
-        self._fruitless = 0  # resumptions since the last event
+        self._losses = 0  # of the connection
         self._call = client.open(request, timeout_s)
 
     @property
@@ -178,14 +179,11 @@ class Stream:
             with own_errors():
                 event = next(self._call, None)
         except PdserveError as error:
-            self._fruitless += 1
-            hopeless = (
-                self._cancelled or not may_resume(error, self._client.has_others) or self._fruitless > MAX_FRUITLESS
-            )
+            self._losses += 1
+            hopeless = self._cancelled or not may_resume(error, self._client.has_others) or self._losses > MAX_LOSSES
             if hopeless or not self._resume():
                 raise
             return True
-        self._fruitless = 0
         if event is None:
             return None
         return self._fold.accept(event, self._clock.now()) or True

@@ -17,6 +17,7 @@ DEFAULT_TIMEOUT_S: Final = 600.0  # of a generation
 UNARY_TIMEOUT_S: Final = 10.0  # of the calls that only ask
 RESUME_TIMEOUT_S: Final = 30.0  # how long a stream whose router is gone looks for one
 CONNECT_TIMEOUT_S: Final = 1.0  # for each address it tries meanwhile
+LOOK_PAUSE_S: Final = 0.05  # between two of them
 MAX_MESSAGE_BYTES: Final = 32 * 1024 * 1024  # received; what is sent, the router bounds
 
 CHANNEL_OPTIONS: Final = (

@@ -13,7 +13,7 @@ from pdserve.client.stream import StreamFold
 from pdserve.errors import PdserveError, Unavailable
 from pdserve.rpc import inference_pb2 as pb
 
-MAX_FRUITLESS: Final = 5  # resumptions in a row that brought nothing
+MAX_LOSSES: Final = 20  # of its connection, after which a stream gives up
 
 
 class ConnectionLost(Unavailable):

@@ -33,6 +33,8 @@ class RouterThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
 
     def stop(self) -> None:
+        if self._loop.is_closed():
+            return
         self.call(self.router.stop(grace_s=0))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
