@@ -243,6 +243,15 @@ def decode(parts: Sequence[Part]) -> Received:
     return Received(frame, payload)
 
 
+def type_of(parts: Sequence[Part]) -> type[Any] | None:
+    """The frame type that a message's header names; None where it is no frame's. For those who only look on: neither
+    the rest of the header nor the payload is checked."""
+    try:
+        return _frame_type(_open_header(parts[0]))[0] if parts else None
+    except FrameError:
+        return None
+
+
 def _seal(header: dict[str, Any]) -> bytes:
     packed = msgpack.packb(header, use_bin_type=True)
     if len(packed) + _CHECK.size > MAX_HEADER_BYTES:

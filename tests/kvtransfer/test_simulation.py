@@ -46,6 +46,7 @@ class Run:
     ended_at: list[float] = field(default_factory=list)
     replaced: list[PdserveError | None] = field(default_factory=list)
     seed: int = 0
+    prefill_at: float = 0.0
     offer: Open = field(init=False)
 
     def on_sender_lost(self, error: PdserveError) -> None:
@@ -109,7 +110,7 @@ def start(seed: int, faults: NetworkFaults) -> Run:
     run.offer = Open(run.transfer, 1, LAYOUT, b"model", hash_tokens(token_ids), 0, TOKEN_COUNT, block_tokens, 300)
     ticket = Ticket(run.transfer, 1, run.receiver.transport.endpoint, 0, CONFIG.ticket_ttl_ms)
     run.sender.exchange.open_outgoing(run.offer, ticket, run.source, run.on_sent, queued=rng.random() < 0.5)
-    schedule_prefill(run, rng, run.sender.exchange)
+    run.prefill_at = schedule_prefill(run, rng, run.sender.exchange)
     return run
 
 
@@ -140,9 +141,10 @@ def abort(run: Run, aborter: str) -> None:
         run.receiver.exchange.abort_incoming(run.transfer, error)
 
 
-def schedule_prefill(run: Run, rng: random.Random, exchange: Exchange) -> None:
-    """Chunks of random sizes, layer by layer, then the sampled token."""
-    time_s, start = run.simulation.clock.now() + rng.choice((0.0, 8.0)), 0
+def schedule_prefill(run: Run, rng: random.Random, exchange: Exchange) -> float:
+    """Chunks of random sizes, layer by layer, then the sampled token. Returns when the first one begins."""
+    begins_at, start = run.simulation.clock.now() + rng.choice((0.0, 8.0)), 0
+    time_s = begins_at
     while start < TOKEN_COUNT:
         stop = min(TOKEN_COUNT, start + rng.choice((1, 7, 16, 31, 32, 33, 70)))
         for layer in range(LAYOUT.layer_count):
@@ -150,6 +152,7 @@ def schedule_prefill(run: Run, rng: random.Random, exchange: Exchange) -> None:
             run.simulation.call_at(time_s, partial(exchange.layer_ready, run.transfer, layer, start, stop))
         start = stop
     run.simulation.call_at(time_s, lambda: exchange.commit(run.transfer, TOKENS))
+    return begins_at
 
 
 @pytest.mark.parametrize("block", range(4))
@@ -193,7 +196,7 @@ def test_another_sender_takes_over_from_one_that_died_at_any_moment(faults: Netw
         run = start(seed, faults)
         replacement = run.simulation.worker("prefill-2")
         replace_sender(run, replacement)
-        run.simulation.call_at(run.simulation.rng.uniform(0.0, 1.5), run.sender.kill)
+        run.simulation.call_at(run.prefill_at + run.simulation.rng.uniform(0.0, 1.5), run.sender.kill)
         run.simulation.run(until_s=100.0)
         run.check()
         assert run.delivered, f"seed {seed}: {run.received}"

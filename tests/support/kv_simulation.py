@@ -1,4 +1,4 @@
-"""Two workers' exchanges on one virtual clock, over a network whose faults come from a seed.
+"""Workers' exchanges on one virtual clock, over a network whose faults come from a seed.
 
 One thread, no sockets: a failing seed replays exactly.
 """
@@ -15,6 +15,7 @@ from kvtransfer.exchange import Exchange
 from kvtransfer.frames import Credit, FrameError, Layer, decode
 from kvtransfer.stats import LinkStats
 from kvtransfer.transports.base import Event, Message, Part, Peer
+from kvtransfer.transports.faulty import Fault, FaultRule, FaultyTransport
 from pdserve.clock import ManualClock
 from pdserve.config import TransferConfig
 from pdserve.logs import logger
@@ -30,6 +31,11 @@ class NetworkFaults:
     corrupt: float = 0.0
     min_delay_s: float = 0.001
     max_delay_s: float = 0.001
+
+    def rules(self) -> list[FaultRule]:
+        """What is not delay."""
+        rates = ((Fault.DROP, self.drop), (Fault.DUPLICATE, self.double), (Fault.CORRUPT, self.corrupt))
+        return [FaultRule(fault, rate=rate) for fault, rate in rates if rate]
 
 
 class SimulatedNetwork:
@@ -65,22 +71,9 @@ class SimulatedNetwork:
 
     def carry(self, endpoint: str, message: Message) -> None:
         self._watch(message.parts)
-        copies = 2 if self.rng.random() < self.faults.double else 1
-        for _ in range(copies):
-            if self.rng.random() < self.faults.drop:
-                continue
-            arrival = self.clock.now() + self.rng.uniform(self.faults.min_delay_s, self.faults.max_delay_s)
-            self._count += 1
-            heapq.heappush(self._flying, (arrival, self._count, endpoint, self._damaged(message)))
-
-    def _damaged(self, message: Message) -> Message:
-        if self.rng.random() >= self.faults.corrupt:
-            return message
-        parts = [bytearray(part) for part in message.parts]
-        part = parts[self.rng.randrange(len(parts))]
-        if part:
-            part[self.rng.randrange(len(part))] ^= 1 << self.rng.randrange(8)
-        return Message(message.peer, [bytes(part) for part in parts])
+        arrival = self.clock.now() + self.rng.uniform(self.faults.min_delay_s, self.faults.max_delay_s)
+        self._count += 1
+        heapq.heappush(self._flying, (arrival, self._count, endpoint, message))
 
     def _watch(self, parts: Sequence[Part]) -> None:
         try:
@@ -133,7 +126,8 @@ class SimulatedWorker:
     """An exchange with its own transport and counts."""
 
     def __init__(self, network: SimulatedNetwork, name: str, config: TransferConfig) -> None:
-        self.transport = network.transport(name)
+        seed = network.rng.getrandbits(32)
+        self.transport = FaultyTransport(network.transport(name), network.faults.rules(), seed, network.clock)
         self.stats = LinkStats()
         self.alive = True
         self.exchange = Exchange(
@@ -189,5 +183,6 @@ class Simulation:
 
     def _next_time(self) -> float | None:
         times = [worker.exchange.next_deadline() for worker in self.workers if worker.alive]
+        times += [worker.transport.next_due() for worker in self.workers if worker.alive]
         times += [self.network.next_delivery(), self._calls[0][0] if self._calls else None]
         return min((time for time in times if time is not None and time != float("inf")), default=None)
