@@ -26,7 +26,7 @@ from rich.table import Table
 from deploy.runtime import RuntimeDirectory
 from pdserve import logs
 from pdserve.client import Client, Result
-from pdserve.config import Config, load_config
+from pdserve.config import TRANSFER_MODES, Config, load_config
 from pdserve.errors import ConfigError, InvalidArgument, PdserveError, Unavailable
 from pdserve.rpc.inference_pb2 import ServerInfo
 
@@ -63,6 +63,7 @@ def up(
     decode: Annotated[int | None, typer.Option(help="Decode workers.")] = None,
     model: Annotated[str | None, typer.Option(help="A Hugging Face directory. Default: the embedded model.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of each worker.")] = None,
+    transfer: Annotated[str | None, typer.Option(help=f"When KV is sent: {', '.join(TRANSFER_MODES)}.")] = None,
     port: Annotated[int | None, typer.Option(help="The router's gRPC port; 0: any free one.")] = None,
     config: ConfigOption = None,
     runtime_dir: RuntimeOption = "",
@@ -74,6 +75,7 @@ def up(
         "cluster": {"prefill": prefill, "decode": decode, "runtime_dir": runtime_dir or None},
         "engine": {"threads": threads},
         "model": {"path": model},
+        "transfer": {"mode": transfer},
         "router": {"grpc_port": port},
     }
     settings = _config(config, flags)
