@@ -44,11 +44,12 @@ FRAME_BYTES = 5 * ROW
 TIMING = Timing(ttl_s=5.0, probe_s=0.5, deadline_s=40.0)
 TOKENS = (SampledToken(7),)
 GIVE_UP = Cancelled("the client went away")
-SETTINGS = settings(max_examples=150, stateful_step_count=40, deadline=None)
+SETTINGS = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 layers = st.integers(0, LAYOUT.layer_count - 1)
 ranges = st.tuples(st.integers(START, STOP - 1), st.integers(1, STOP)).map(lambda p: (p[0], min(STOP, p[0] + p[1])))
 some_ranges = st.lists(st.tuples(layers, ranges).map(lambda p: (p[0], *p[1])), max_size=4).map(tuple)
+sometimes = st.sampled_from([False] * 3 + [True])
 rarely = st.sampled_from([False] * 15 + [True])  # what ends a run is kept rare, so that runs get far
 short_times = st.sampled_from([0.1, 0.1, 0.5, 0.5, 2.0])
 Cell = tuple[int, int]  # layer, token
@@ -316,14 +317,35 @@ class ReceiverMachine(RuleBasedStateMachine):
         if isinstance(frame, Layer | Commit):
             self.take(self.receiver.bad_payload(frame, self.now))
 
+    @rule(
+        away=st.sampled_from([-1, 1]),
+        what=st.sampled_from(["layer", "commit", "open", "gone", "abort", "ping"]),
+        layer=layers,
+    )
+    def a_frame_of_another_epoch_changes_nothing(self, away: int, what: str, layer: int) -> None:
+        epoch = self.receiver.epoch + away
+        frames: dict[str, Frame] = {
+            "layer": Layer(ID, epoch, layer, START, START + 1, ROW, ROW),
+            "commit": Commit(ID, epoch, TOKENS, list_bytes(offer(3))),
+            "open": offer(epoch),
+            "gone": Gone(ID, epoch),
+            "abort": Abort(ID, epoch, "FAILED_PRECONDITION", "another model"),
+            "ping": Ping(ID, epoch, reply=False, spent=0),
+        }
+        before = self.receiver.state, self.receiver.credit.consumed, self.receiver.next_deadline()
+        actions = self.receiver.on_frame(frames[what], self.now)
+        assert all(isinstance(action, Send) and isinstance(action.frame, Abort) for action in actions)
+        assert (self.receiver.state, self.receiver.credit.consumed, self.receiver.next_deadline()) == before
+
     @rule()
     def blocks_are_leased(self) -> None:
         self.leased = self.leased or (self.needs > 0 and not self.receiver.ended)
         self.take(self.receiver.blocks_leased(self.now))
 
-    @precondition(lambda self: self.renewing)
     @rule()
     def another_sender_is_found(self) -> None:
+        if not self.renewing:
+            return
         self.renewing = False
         before = self.receiver.epoch
         self.take(self.receiver.renew(self.now))
@@ -335,6 +357,14 @@ class ReceiverMachine(RuleBasedStateMachine):
     def the_router_says_the_sender_is_lost(self, really: bool) -> None:
         epoch = self.receiver.epoch if really else self.receiver.epoch - 1
         self.take(self.receiver.sender_lost(epoch, TransferError("it was killed"), self.now))
+
+    @rule(really=sometimes)
+    def the_sender_is_lost_and_another_one_opens(self, really: bool) -> None:
+        """Frames of the lost one may still be on their way."""
+        if really:
+            self.the_router_says_the_sender_is_lost(True)
+            self.another_sender_is_found()
+            self.take(self.receiver.on_frame(offer(self.receiver.epoch), self.now))
 
     @rule(really=rarely)
     def the_rest_is_computed_here(self, really: bool) -> None:
