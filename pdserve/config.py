@@ -49,6 +49,7 @@ class TransferConfig:
     """The KV wire."""
 
     mode: str = "layerwise"  # when computed KV is sent: while the next layer is computed, or later (to compare)
+    integrity: bool = True  # off only to measure what it costs, and then in all workers
     window_bytes: int = 32 * 1024 * 1024
     max_frame_bytes: int = 1024 * 1024
     ticket_ttl_ms: int = 5_000
