@@ -53,23 +53,28 @@ def transfer(
     part: Annotated[list[str], typer.Option(help=f"Of {', '.join(TRANSFER_PARTS)}; may be repeated.")] = [  # noqa: B006
         *TRANSFER_PARTS
     ],
+    tokens: Annotated[list[int], typer.Option(min=1, help="Prompt lengths of `modes`; may be repeated.")] = [  # noqa: B006
+        256,
+        1024,
+        4000,
+    ],
     rounds: Annotated[int, typer.Option(min=1, help="Measurements of each kind, taken in turns.")] = 10,
     json_output: JsonOption = False,
 ) -> None:
     """The KV wire: what is left of a transfer after prefill, bytes a second by transport, what integrity costs."""
     from bench.transfer import FRAME_SIZES, TRANSPORTS, bench_integrity, bench_transports
-    from deploy.transfer_bench import TOKEN_COUNTS, bench_integrity_ttft, bench_modes
+    from deploy.transfer_bench import bench_integrity_ttft, bench_modes
 
     if unknown := set(part) - set(TRANSFER_PARTS):
         raise InvalidArgument("part", f"has {unknown.pop()!r}: must be one of {', '.join(TRANSFER_PARTS)}")
     tables: list[list[Any]] = []
     if "modes" in part:
-        tables.append(bench_modes(TOKEN_COUNTS, rounds))
+        tables.append(bench_modes(tokens, rounds))
     if "transports" in part:
         tables.append(bench_transports(TRANSPORTS, FRAME_SIZES, rounds))
     if "integrity" in part:
         tables.append(bench_integrity(["ipc"], 1 << 20, rounds))
-        tables.append(bench_integrity_ttft(1024, rounds))
+        tables.append(bench_integrity_ttft(256, rounds))
     if json_output:
         _print([row for rows in tables for row in rows], json_output)
     else:

@@ -26,7 +26,6 @@ from typing import Any
 from pdserve.config import TRANSFER_MODES, Config
 from pdserve.errors import Unavailable
 
-TOKEN_COUNTS = (256, 1024, 4000)
 _Sample = dict[str, float]
 
 
@@ -77,16 +76,15 @@ def bench_integrity_ttft(tokens: int, pairs: int) -> list[IntegrityTtftRow]:
 def _in_turns(
     variants: Mapping[str, dict[str, Any]], token_counts: Sequence[int], rounds: int
 ) -> dict[tuple[str, int], list[_Sample]]:
-    """One request of each length to each variant a round, every other round backwards; the first round warms up."""
+    """One request of each length to each variant a round, every other round backwards; a short one each warms up."""
     samples: dict[tuple[str, int], list[_Sample]] = {(name, n): [] for n in token_counts for name in variants}
     with ExitStack() as stack:
         clusters = {name: stack.enter_context(_cluster(settings)) for name, settings in variants.items()}
-        for number in range(rounds + 1):
-            order = list(samples) if number % 2 else list(reversed(samples))
-            for name, tokens in order:
-                sample = _ask(clusters[name], {"tokens": tokens, "seed": number})
-                if number:
-                    samples[name, tokens].append(sample)
+        for cluster in clusters.values():
+            _ask(cluster, {"tokens": min(token_counts), "seed": rounds})
+        for number in range(rounds):
+            for name, tokens in list(samples) if number % 2 else list(reversed(samples)):
+                samples[name, tokens].append(_ask(clusters[name], {"tokens": tokens, "seed": number}))
     return samples
 
 
