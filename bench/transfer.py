@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,7 +28,6 @@ from bench.transfer_peer import (
     OWNER,
     TOKEN_IDS,
     TRANSFER_BYTES,
-    TRANSPORTS,
     WAIT_S,
     PlainStore,
     make_link,
@@ -62,12 +61,14 @@ class TransportRow:
 
 @dataclass(frozen=True, slots=True)
 class IntegrityRow:
-    """What integrity adds: medians over pairs of transfers with and without it, of time and of CPU seconds a GB."""
+    """What integrity adds: medians over pairs of transfers with and without it, of time and of CPU seconds a GB.
+    `added_quartiles`: half of the pairs' `added_share` lie between these two."""
 
     transport: str
     frame_bytes: int
     pairs: int
     added_share: float
+    added_quartiles: tuple[float, float]
     added_sender_cpu_s_per_gb: float
     added_receiver_cpu_s_per_gb: float
 
@@ -113,17 +114,27 @@ def bench_integrity(transports: Sequence[str], frame_bytes: int, pairs: int) -> 
             pair = {on: peer.transfers(transport, frame_bytes, integrity=on) for on in (True, False)}
             samples = _in_turns(pair, pairs)
             both = list(zip(samples[True], samples[False], strict=True))
+            added = [on.seconds / off.seconds - 1 for on, off in both]
             rows.append(
                 IntegrityRow(
                     transport,
                     frame_bytes,
                     pairs,
-                    median(on.seconds / off.seconds - 1 for on, off in both),
+                    median(added),
+                    middle_half(added),
                     median(on.sender_cpu_s - off.sender_cpu_s for on, off in both) / TRANSFER_BYTES * 1e9,
                     median(on.receiver_cpu_s - off.receiver_cpu_s for on, off in both) / TRANSFER_BYTES * 1e9,
                 )
             )
     return rows
+
+
+def middle_half(values: Sequence[float]) -> tuple[float, float]:
+    """The first and the third quartile."""
+    if len(values) < 2:
+        return values[0], values[0]
+    first, _, third = quantiles(values, n=4, method="inclusive")
+    return first, third
 
 
 def _in_turns(subjects: dict[_Key, Callable[[], Sample]], rounds: int) -> dict[_Key, list[Sample]]:
@@ -272,6 +283,3 @@ def _bare_zmq(peer: Peer, size: int, *, echo: bool) -> Callable[[], Sample]:
         return Sample(seconds, None, None)
 
     return run
-
-
-__all__ = ["FRAME_SIZES", "TRANSPORTS", "IntegrityRow", "TransportRow", "bench_integrity", "bench_transports"]

@@ -62,7 +62,8 @@ def transfer(
     json_output: JsonOption = False,
 ) -> None:
     """The KV wire: what is left of a transfer after prefill, bytes a second by transport, what integrity costs."""
-    from bench.transfer import FRAME_SIZES, TRANSPORTS, bench_integrity, bench_transports
+    from bench.transfer import FRAME_SIZES, bench_integrity, bench_transports
+    from bench.transfer_peer import TRANSPORTS
     from deploy.transfer_bench import bench_integrity_ttft, bench_modes
 
     if unknown := set(part) - set(TRANSFER_PARTS):

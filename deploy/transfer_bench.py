@@ -23,9 +23,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from bench.transfer import middle_half
 from pdserve.config import TRANSFER_MODES, Config
 from pdserve.errors import Unavailable
 
+_WARM_UP_TOKENS = 64
 _Sample = dict[str, float]
 
 
@@ -49,6 +51,7 @@ class IntegrityTtftRow:
     pairs: int
     ttft_ms: float
     added_share: float
+    added_quartiles: tuple[float, float]
 
 
 def bench_modes(token_counts: Sequence[int], rounds: int) -> list[ModeRow]:
@@ -69,8 +72,8 @@ def bench_modes(token_counts: Sequence[int], rounds: int) -> list[ModeRow]:
 def bench_integrity_ttft(tokens: int, pairs: int) -> list[IntegrityTtftRow]:
     samples = _in_turns({"on": {}, "off": {"integrity": False}}, [tokens], pairs)
     on, off = ([each["ttft_ms"] for each in samples[variant, tokens]] for variant in ("on", "off"))
-    added = median(with_it / without - 1 for with_it, without in zip(on, off, strict=True))
-    return [IntegrityTtftRow(tokens, pairs, median(on), added)]
+    added = [with_it / without - 1 for with_it, without in zip(on, off, strict=True)]
+    return [IntegrityTtftRow(tokens, pairs, median(on), median(added), middle_half(added))]
 
 
 def _in_turns(
@@ -81,7 +84,7 @@ def _in_turns(
     with ExitStack() as stack:
         clusters = {name: stack.enter_context(_cluster(settings)) for name, settings in variants.items()}
         for cluster in clusters.values():
-            _ask(cluster, {"tokens": min(token_counts), "seed": rounds})
+            _ask(cluster, {"tokens": _WARM_UP_TOKENS, "seed": rounds})
         for number in range(rounds):
             for name, tokens in list(samples) if number % 2 else list(reversed(samples)):
                 samples[name, tokens].append(_ask(clusters[name], {"tokens": tokens, "seed": number}))
