@@ -37,6 +37,7 @@ from kvtransfer.transports.faulty import Fault, FaultRule, FaultyTransport
 from kvtransfer.transports.zmq import ZmqTransport, ipc_endpoint
 from pdserve.clock import SystemClock
 from pdserve.errors import PdserveError
+from pdserve.tracing import Trace
 from pdserve.types import Ticket
 from support.kv_faults import CHUNK_TOKENS, LEASE_AFTER_S, TOKEN_COUNT
 from support.kv_links import LAYOUT, OWNER, make_link, send_all
@@ -196,7 +197,8 @@ class _Child:
         ]
         transport: Transport = ZmqTransport(ipc_endpoint(self._folder, link), link.encode())
         transport = FaultyTransport(transport, unpacked, 1, SystemClock())
-        self._links[link] = make_link(_SignallingTransport(transport, Signal(**moment)) if moment else transport)
+        transport = _SignallingTransport(transport, Signal(**moment)) if moment else transport
+        self._links[link] = make_link(transport, trace=Trace(capacity=256))  # a full one does not grow
         self._links[link].start()
         self._say("linked", link=link)
 
