@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Sequence as ListLike
@@ -21,6 +22,7 @@ from pathlib import Path
 from decode_worker.service import DecodeService
 from deploy.spec import WorkerSpec
 from engine.build import build_engine
+from engine.engine import SWITCH_INTERVAL_S
 from kvtransfer.ladder import Ladder, LadderLimits
 from kvtransfer.layout import KVLayout
 from kvtransfer.link import Link
@@ -92,6 +94,7 @@ class Worker:
         self._engine_thread = threading.Thread(target=self._step_forever, name="engine", daemon=True)
 
     def start(self) -> None:
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._link.start()
         self._engine_thread.start()
         self._sessions.start()
