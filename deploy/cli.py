@@ -153,6 +153,7 @@ def generate(
     top_k: Annotated[int | None, typer.Option()] = None,
     min_p: Annotated[float | None, typer.Option()] = None,
     seed: Annotated[int | None, typer.Option(help="Default: derived from the request id.")] = None,
+    n: Annotated[int | None, typer.Option("--n", help="How many outputs; the prompt is computed once.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds until the request is given up.")] = 600.0,
     address: AddressOption = "",
@@ -172,13 +173,18 @@ def generate(
             min_p=min_p,
             seed=seed,
             stop=stop,
+            n=n,
             timeout_s=timeout,
         )
+        several = (n or 1) > 1  # they come interleaved: printed when they have ended
         for delta in stream:
-            if not json_output:
+            if not json_output and not several:
                 _out.print(delta.text, end="", markup=False, soft_wrap=True)
     if json_output:
         _out.print_json(json.dumps(_result_object(stream.result)))
+    elif several:
+        for index, output in enumerate(stream.result.outputs):
+            _out.print(f"[{index}] {output.text}", markup=False, soft_wrap=True)
     else:
         _out.print()
 
@@ -348,6 +354,10 @@ def _result_object(result: Result) -> dict[str, Any]:
         "token_ids": list(result.token_ids),
         "finish_reason": result.finish_reason.value,
         "stop": result.stop,
+        "outputs": [
+            {"text": each.text, "token_ids": list(each.token_ids), "finish_reason": each.finish_reason.value}
+            for each in result.outputs
+        ],
         "usage": usage,
         "seed": result.seed,
         "ttft_ms": result.ttft_ms,

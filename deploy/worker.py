@@ -141,8 +141,9 @@ class Worker:
         output_ids: ListLike[int],
         params: SamplingParams,
         local_prefill: bool,
+        share: Owner | None,
     ) -> None:
-        self._decode.start(owner, prompt_ids, output_ids, params, local_prefill)
+        self._decode.start(owner, prompt_ids, output_ids, params, local_prefill, share)
 
     def start_prefill(
         self,

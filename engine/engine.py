@@ -144,6 +144,7 @@ class Engine:
             return
         for part in plan.slices:
             part.sequence.computed = part.stop
+            self._fork_followers(part.sequence)
         for result in sampled:
             self._accept(result.part.sequence, [result.token])
 
@@ -170,7 +171,25 @@ class Engine:
             sequence.sink.on_end(sequence, problem)
             return
         self._sequences[sequence.owner] = sequence
-        self._scheduler.add(sequence)
+        leader = self._sequences.get(sequence.shares) if sequence.shares is not None else None
+        if leader is None or leader.phase is Phase.ENDED:
+            self._scheduler.add(sequence)
+        else:
+            leader.followers.append(sequence)
+            self._fork_followers(leader)
+
+    def _fork_followers(self, leader: Sequence) -> None:
+        """Start those that waited for this sequence's prompt, if its KV is there."""
+        if not leader.followers or not leader.prompt_ready:
+            return
+        followers, leader.followers = leader.followers, []
+        for follower in followers:
+            if self._scheduler.fork(leader, follower):
+                last, tokens = divmod(leader.prompt_count - 1, self.store.shape.block_tokens)
+                if tokens:
+                    self.store.copy(leader.blocks[last], follower.blocks[last], tokens)
+            else:
+                self._scheduler.add(follower)
 
     def _misfit(self, sequence: Sequence) -> InvalidArgument | None:
         """What the router should have refused: a sequence that could never end here."""
@@ -194,6 +213,7 @@ class Engine:
         sequence.pinned = False
         if sequence.phase is Phase.RECEIVING:
             self._scheduler.received(sequence, sequence.known)
+            self._fork_followers(sequence)
             self._accept(sequence, tokens)
         else:
             self._settle(sequence)
@@ -207,6 +227,7 @@ class Engine:
         if sequence.phase is Phase.RECEIVING:
             # The last known token is computed in any case: what follows it is sampled from its logits.
             self._scheduler.received(sequence, min(computed, sequence.known - 1))
+            self._fork_followers(sequence)
         self._settle(sequence)
 
     def _unpin(self, owner: Owner) -> None:
@@ -217,6 +238,12 @@ class Engine:
 
     def _end(self, sequence: Sequence, outcome: Finish | PdserveError | None) -> None:
         self._scheduler.remove(sequence)
+        for follower in sequence.followers:  # it ended before its prompt was ready
+            self._scheduler.add(follower)
+        sequence.followers = []
+        leader = self._sequences.get(sequence.shares) if sequence.shares is not None else None
+        if leader is not None and sequence in leader.followers:
+            leader.followers.remove(sequence)
         sequence.outcome = outcome
         if sequence.pinned and isinstance(outcome, PdserveError):
             sequence.sink.on_abort(sequence, outcome)

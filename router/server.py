@@ -60,22 +60,23 @@ _SERVER_OPTIONS = (
 
 
 class RequestStream:
-    """What has happened to one request, for the handler that serves its client. Bounded by max_tokens."""
+    """What has happened to one request's outputs, for the handler that serves its client. Bounded by max_tokens."""
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, n: int) -> None:
         self.request_id = request_id
+        self._left = n
         self._events: asyncio.Queue[Accept | End] = asyncio.Queue()
 
-    def put(self, event: Accept | End) -> None:
+    def put(self, event: Accept | End) -> bool:
+        """Add an event; True if it is the last one."""
         self._events.put_nowait(event)
+        self._left -= isinstance(event, End)
+        return self._left == 0
 
     async def __aiter__(self) -> AsyncIterator[Accept | End]:
-        """All events in order; the last one is the End."""
-        while True:
-            event = await self._events.get()
-            yield event
-            if isinstance(event, End):
-                return
+        """All events in order, until each output has had its End."""
+        while self._left or not self._events.empty():
+            yield await self._events.get()
 
 
 class Router:
@@ -184,7 +185,7 @@ class Router:
         if resumed:
             self.cancel(request.request_id, Cancelled("the client resumed this request over another connection"))
         actions = self._dispatch.submit(request, self._clock.now())
-        stream = RequestStream(request.request_id)
+        stream = RequestStream(request.request_id, request.n)
         self._streams[request.request_id] = stream
         self._perform(actions)
         return stream
@@ -200,8 +201,8 @@ class Router:
         self._perform(actions)
         return bool(actions)
 
-    def finish(self, request_id: str, finish: Finish) -> None:
-        self._perform(self._dispatch.finish(request_id, finish))
+    def finish(self, request_id: str, output: int, finish: Finish) -> None:
+        self._perform(self._dispatch.finish(request_id, output, finish))
 
     async def wait_members(self, worker_ids: frozenset[str]) -> None:
         """Return once all these workers are members. The caller sets the deadline."""
@@ -329,8 +330,15 @@ class Router:
         for action in actions:
             match action:
                 case StartDecode():
-                    _log.info("attempt started", owner=action.owner, decode=action.worker, local=action.local_prefill)
-                    start = pb.StartDecode(sequence=_sequence(action), local_prefill=action.local_prefill)
+                    _log.info(
+                        "attempt started",
+                        owner=action.owner,
+                        decode=action.worker,
+                        local=action.local_prefill,
+                        share=action.share,
+                    )
+                    share = None if action.share is None else convert.owner_to_proto(action.share)
+                    start = pb.StartDecode(sequence=_sequence(action), local_prefill=action.local_prefill, share=share)
                     self._send(action.worker, pb.RouterMessage(start_decode=start))
                 case StartPrefill():
                     ticket = convert.ticket_to_proto(action.owner, action.ticket)
@@ -353,7 +361,8 @@ class Router:
                 case Accept():
                     self._streams[action.request_id].put(action)
                 case End():
-                    self._streams.pop(action.request_id).put(action)
+                    if self._streams[action.request_id].put(action):
+                        del self._streams[action.request_id]
                     if not self._streams:
                         self._all_ended.set()
                 case Fallback():

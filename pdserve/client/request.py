@@ -40,6 +40,7 @@ class GenerateOptions(TypedDict, total=False):
     repetition_penalty: float | None
     min_tokens: int | None
     logit_bias: Mapping[int, float] | None
+    n: int | None
 
 
 def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:

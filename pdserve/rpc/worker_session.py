@@ -47,6 +47,7 @@ class SessionHandler(Protocol):
         output_ids: Sequence[int],
         params: SamplingParams,
         local_prefill: bool,
+        share: Owner | None,
     ) -> None: ...
 
     def start_prefill(
@@ -220,7 +221,8 @@ class WorkerSessions:
         match message.WhichOneof("message"):
             case "start_decode":
                 start = message.start_decode
-                self._handler.start_decode(*_sequence(start.sequence), start.local_prefill)
+                share = convert.owner_from_proto(start.share) if start.HasField("share") else None
+                self._handler.start_decode(*_sequence(start.sequence), start.local_prefill, share)
             case "start_prefill":
                 start = message.start_prefill
                 self._handler.start_prefill(*_sequence(start.sequence), convert.ticket_from_proto(start.ticket))
