@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import pytest
 
 from kernels import Kernels
-from kernels.cpu.build import EMULATED, BuildError, build
+from kernels.cpu.build import EMULATED, PORTABLE_ONLY, BuildError, build
 from kernels.cpu.table import CpuKernels
 from kernels.reference import ReferenceKernels
 from pdserve.errors import ConfigError
@@ -27,6 +28,13 @@ def make_kernels(name: str) -> Kernels:
     return kernels
 
 
+def make_mutant(definition: str) -> Kernels:
+    """The CPU kernels with a fault compiled in, on the path that any machine has."""
+    kernels = CpuKernels("portable", _built(PORTABLE_ONLY, definition))
+    kernels.set_threads(1)
+    return kernels
+
+
 def _cpu_kernels(path: str) -> CpuKernels:
     _built()
     try:
@@ -38,7 +46,7 @@ def _cpu_kernels(path: str) -> CpuKernels:
 
 
 @functools.cache
-def _built(*definitions: str):
+def _built(*definitions: str) -> Path:
     try:
         return build(definitions)[0]
     except BuildError as error:

@@ -5,10 +5,15 @@
  * last one reads beyond the rows' end goes into results that nobody looks at.
  */
 #define LANES 16
+#ifdef PDK_EMULATED /* few registers, and much less to compile */
+#define NARROW_ROWS 3
+#define WIDE_ROWS 3
+#else
 #define NARROW_ROWS 12
 #define WIDE_ROWS 12
-#define EXPANDED_NARROW_ROWS 12
-#define EXPANDED_WIDE_ROWS 12
+#endif
+#define EXPANDED_NARROW_ROWS NARROW_ROWS
+#define EXPANDED_WIDE_ROWS WIDE_ROWS
 #include "amx.h"
 
 #include "path.h"
@@ -62,8 +67,8 @@ INLINE void multiply_tiles(const int row_tiles, const int panel_tiles, const cha
         tile_stored(3, below + PANEL, stride);
 }
 
-static void multiply_bfloat16(const void *operand, int64_t operand_stride, int64_t rows, const struct panels *panels,
-                              float *result, int64_t result_stride, bool accumulate)
+ONE_COPY void multiply_bfloat16(const void *operand, int64_t operand_stride, int64_t rows, const struct panels *panels,
+                               float *result, int64_t result_stride, bool accumulate)
 {
     const int64_t bytes = operand_stride * 2;
     for (int64_t panel = 0; panel < panels->panel_count; panel += 2)

@@ -1,18 +1,23 @@
 /* AVX-512 with its bfloat16 dot product: vectors of 16, two products of a pair an instruction. Compiled everywhere and
  * tested through emulation; not yet run natively. */
 #define LANES 16
+#ifdef PDK_EMULATED /* few registers, and much less to compile */
+#define NARROW_ROWS 3
+#define WIDE_ROWS 3
+#else
 #define NARROW_ROWS 12
 #define WIDE_ROWS 12
-#define EXPANDED_NARROW_ROWS 12
-#define EXPANDED_WIDE_ROWS 12
+#endif
+#define EXPANDED_NARROW_ROWS NARROW_ROWS
+#define EXPANDED_WIDE_ROWS WIDE_ROWS
 #define HAS_DOT
 #include "dot.h"
 
 #include "path.h"
 #include "product.h"
 
-static void multiply_bfloat16(const void *operand, int64_t operand_stride, int64_t rows, const struct panels *panels,
-                              float *result, int64_t result_stride, bool accumulate)
+ONE_COPY void multiply_bfloat16(const void *operand, int64_t operand_stride, int64_t rows, const struct panels *panels,
+                               float *result, int64_t result_stride, bool accumulate)
 {
     multiply(DOTTED, operand, operand_stride, rows, panels, result, result_stride, accumulate);
 }

@@ -5,8 +5,8 @@
 #include "product.h"
 #include "rows.h"
 
-static void multiply_float32(const void *operand, int64_t operand_stride, int64_t rows, const struct panels *panels,
-                             float *result, int64_t result_stride, bool accumulate)
+ONE_COPY void multiply_float32(const void *operand, int64_t operand_stride, int64_t rows, const struct panels *panels,
+                               float *result, int64_t result_stride, bool accumulate)
 {
     multiply(PLAIN, operand, operand_stride, rows, panels, result, result_stride, accumulate);
 }

@@ -7,14 +7,14 @@
 #define JOINED(a, b) a##b
 #define JOIN(a, b) JOINED(a, b)
 
-static void multiply_float32(const void *operand, int64_t operand_stride, int64_t rows, const struct panels *panels,
-                             float *result, int64_t result_stride, bool accumulate)
+ONE_COPY void multiply_float32(const void *operand, int64_t operand_stride, int64_t rows, const struct panels *panels,
+                               float *result, int64_t result_stride, bool accumulate)
 {
     multiply(PLAIN, operand, operand_stride, rows, panels, result, result_stride, accumulate);
 }
 
-static void multiply_bfloat16(const void *operand, int64_t operand_stride, int64_t rows, const struct panels *panels,
-                              float *result, int64_t result_stride, bool accumulate)
+ONE_COPY void multiply_bfloat16(const void *operand, int64_t operand_stride, int64_t rows, const struct panels *panels,
+                               float *result, int64_t result_stride, bool accumulate)
 {
     multiply(EXPANDED, operand, operand_stride, rows, panels, result, result_stride, accumulate);
 }

@@ -105,7 +105,7 @@ static void add_row(const float *values, const float *bias, int64_t count, float
 static void store_float32(const float *row, int64_t count, void *out) { memcpy(out, row, (size_t)count * 4); }
 
 /* float32 that holds bfloat16 values */
-static void store_rounded(const float *row, int64_t count, void *out)
+static inline void store_rounded(const float *row, int64_t count, void *out)
 {
     float *to = out;
     int64_t i = 0;

@@ -16,6 +16,12 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
+/* For the large functions that are called from several places: one copy of each. */
+#if defined(__clang__)
+#define ONE_COPY static __attribute__((noinline))
+#else
+#define ONE_COPY static __attribute__((noinline, noclone))
+#endif
 
 typedef float vf __attribute__((vector_size(LANES * 4)));
 typedef int32_t vi __attribute__((vector_size(LANES * 4)));
