@@ -1,0 +1,253 @@
+"""A payload carrier over torch.distributed: one group of two ranks for each sender and receiver.
+
+The outlet is rank 0 and owns the group's store, on a port of its own, which the offer names; the inlet is rank 1. So a
+group belongs to one pair of processes in one of their lives, and nobody else's death can touch it. On the CPU the
+backend is gloo; for CUDA devices it is NCCL, with host buffers staged on a stream of the group's own, so that the
+compute stream waits for nothing. RDMA is reached through NCCL only. gloo is tested; NCCL has not run yet.
+
+    outlet   put -> queue -> thread: send         inlet   take -> queue -> thread: receive -> the future, wake
+
+Each end has one thread, which makes the group and then moves payloads in order. Every wait of it is bounded by
+`timeout_s`; when one fails the end is broken for good and the thread ends. `close` waits for nothing: a thread that is
+stuck ends by its timeout. Payloads are not encrypted: for networks that are trusted.
+"""
+
+from __future__ import annotations
+
+import queue
+import struct
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import msgpack
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
+
+from kvtransfer.frames import MAX_PAYLOAD_BYTES
+from kvtransfer.transports.base import Part
+from kvtransfer.transports.carrier import PayloadLost, Wake, lost
+from pdserve.errors import TransferError
+
+_DESCRIPTOR = struct.Struct("<QQ")  # number of the payload, bytes
+_MAX_QUEUED = 256
+_SENDER, _RECEIVER = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSettings:
+    """`host`: the address of this host that peers reach. `device`: "cpu" (gloo) or "cuda:<n>" (NCCL). `timeout_s`: of
+    each step of the set-up and of each payload."""
+
+    host: str
+    device: str = "cpu"
+    timeout_s: float = 2.0
+
+
+class DistributedCarrier:
+    """A Carrier."""
+
+    name = "distributed"
+
+    def __init__(self, settings: GroupSettings) -> None:
+        self._settings = settings
+
+    def outlet(self, wake: Wake) -> DistributedOutlet:
+        return DistributedOutlet(self._settings)
+
+    def inlet(self, offer: bytes, wake: Wake) -> DistributedInlet:
+        return DistributedInlet(offer, self._settings, wake)
+
+
+class DistributedOutlet:
+    """Rank 0."""
+
+    def __init__(self, settings: GroupSettings) -> None:
+        store = _store(settings.host, 0, settings)
+        self.offer = bytes(msgpack.packb([settings.host, store.port]))
+        self._count = 0
+        self._payloads: queue.Queue[Part | None] = queue.Queue(_MAX_QUEUED)
+        self._end = _End("kv-group-send", lambda: self._run(store, settings))
+
+    def broken(self) -> str | None:
+        return self._end.broken
+
+    def on_note(self, note: bytes) -> None:
+        raise TransferError("a receiver of a group has no news")
+
+    def put(self, payload: Part) -> bytes | None:
+        if self._end.broken is not None:
+            return None
+        try:
+            self._payloads.put_nowait(payload)
+        except queue.Full:
+            return None
+        self._count += 1
+        return _DESCRIPTOR.pack(self._count - 1, len(payload))
+
+    def close(self) -> None:
+        self._end.stop(self._payloads)
+
+    def _run(self, store: TCPStore, settings: GroupSettings) -> None:
+        group = _Group(store, _SENDER, settings)
+        while (payload := self._end.next(self._payloads)) is not None:
+            group.send(payload)
+
+
+class DistributedInlet:
+    """Rank 1. Raises TransferError for an offer that is none."""
+
+    def __init__(self, offer: bytes, settings: GroupSettings, wake: Wake) -> None:
+        try:
+            host, port = msgpack.unpackb(offer)
+            if type(host) is not str or type(port) is not int:
+                raise ValueError("wrong types")
+        except (ValueError, TypeError) as error:
+            raise TransferError(f"not a group's offer: {error}") from None
+        self._wake = wake
+        self._count = 0
+        self._group_made = threading.Event()
+        self._wanted: queue.Queue[tuple[Future[memoryview], int] | None] = queue.Queue(_MAX_QUEUED)
+        self._end = _End("kv-group-receive", lambda: self._run(host, port, settings), self._on_end)
+
+    def ready(self) -> bool:
+        return self._group_made.is_set()
+
+    def broken(self) -> str | None:
+        return self._end.broken
+
+    def take(self, descriptor: bytes) -> Future[memoryview]:
+        if len(descriptor) != _DESCRIPTOR.size:
+            return lost("not a payload's number")
+        number, byte_count = _DESCRIPTOR.unpack(descriptor)
+        if number < self._count:
+            return lost(f"payload {number} was taken already")
+        if number > self._count or byte_count > MAX_PAYLOAD_BYTES:  # the group's own order cannot be mended
+            self._end.fail(f"payload {number} of {byte_count} bytes after {self._count} payloads")
+        payload: Future[memoryview] = Future()
+        try:
+            self._wanted.put_nowait((payload, byte_count))
+        except queue.Full:
+            self._end.fail(f"{_MAX_QUEUED} payloads are on their way")
+        if self._end.broken is not None:
+            return lost(self._end.broken)
+        self._count += 1
+        return payload
+
+    def note(self) -> bytes | None:
+        return None
+
+    def close(self) -> None:
+        self._end.stop(self._wanted)
+
+    def _run(self, host: str, port: int, settings: GroupSettings) -> None:
+        group = _Group(_store(host, port, settings), _RECEIVER, settings)
+        self._group_made.set()
+        self._wake()
+        while (item := self._end.next(self._wanted)) is not None:
+            payload, byte_count = item
+            try:
+                payload.set_result(group.receive(byte_count))
+            except RuntimeError as error:
+                payload.set_exception(PayloadLost(str(error)))
+                raise
+            finally:
+                self._wake()
+
+    def _on_end(self) -> None:
+        while not self._wanted.empty():
+            if (item := self._wanted.get_nowait()) is not None:
+                item[0].set_exception(PayloadLost(f"the group ended: {self._end.broken}"))
+        self._wake()
+
+
+class _End:
+    """The thread of one end, and why it is broken, if it is."""
+
+    def __init__(self, name: str, run: Callable[[], None], on_end: Callable[[], None] = lambda: None) -> None:
+        self.broken: str | None = None
+        self._run = run
+        self._on_end = on_end
+        self._thread = threading.Thread(target=self._supervise, name=name, daemon=True)
+        self._thread.start()
+
+    def fail(self, reason: str) -> None:
+        if self.broken is None:
+            self.broken = reason
+
+    def next(self, items: queue.Queue[Any]) -> Any:
+        """The next item; None at the end."""
+        return None if self.broken is not None else items.get()
+
+    def stop(self, items: queue.Queue[Any]) -> None:
+        self.fail("closed")
+        with suppress(queue.Full):  # full: the thread is not waiting for it, and looks at `broken` next
+            items.put_nowait(None)
+
+    def _supervise(self) -> None:
+        try:
+            self._run()
+        except (RuntimeError, TransferError) as error:  # torch's own errors are RuntimeErrors
+            self.fail(str(error).splitlines()[0])
+        self.fail("ended")
+        self._on_end()
+
+
+class _Group:
+    """Two ranks, of which this is one. Raises RuntimeError where the other is not there or gone."""
+
+    def __init__(self, store: Store, rank: int, settings: GroupSettings) -> None:
+        timeout = timedelta(seconds=settings.timeout_s)
+        self._other = 1 - rank
+        self._device = torch.device(settings.device)
+        self._stream = _side_stream(self._device)
+        self._group: Any
+        if self._stream is not None:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self._group = dist.ProcessGroupNCCL(store, rank, 2, options)
+        else:
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._timeout = timeout
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=settings.host, lazy_init=False)]
+            self._group = dist.ProcessGroupGloo(store, rank, 2, options)
+
+    def send(self, payload: Part) -> None:
+        with self._on_stream():
+            staged = torch.from_numpy(np.frombuffer(payload, np.uint8)).to(self._device)
+            self._group.send([staged], self._other, 0).wait()
+            self._finish()
+
+    def receive(self, byte_count: int) -> memoryview:
+        with self._on_stream():
+            staged = torch.empty(byte_count, dtype=torch.uint8, device=self._device)
+            self._group.recv([staged], self._other, 0).wait()
+            host = staged.cpu()
+            self._finish()
+        return host.numpy().data
+
+    def _on_stream(self) -> Any:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _finish(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+
+def _store(host: str, port: int, settings: GroupSettings) -> TCPStore:
+    """Port 0: our own, on a free port. Raises TransferError."""
+    timeout = timedelta(seconds=settings.timeout_s)
+    try:
+        return TCPStore(host, port, None, port == 0, timeout, wait_for_workers=False)
+    except RuntimeError as error:
+        raise TransferError(f"{host}:{port}: no store: {error}") from None
