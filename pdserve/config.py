@@ -16,6 +16,8 @@ from pdserve.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16")
 KERNELS = ("auto", "cpu", "reference")
+NETWORKS = ("ipc", "tcp")
+PAYLOADS = ("auto", "inline", "shared", "gloo", "nccl")
 CPU_PATHS = ("auto", "amx", "avx512", "avx2", "portable")
 
 
@@ -47,6 +49,9 @@ class EngineConfig:
 class TransferConfig:
     """The KV wire."""
 
+    network: str = "ipc"  # between workers: ipc within a host, tcp (encrypted) across hosts
+    host: str = "127.0.0.1"  # with tcp, gloo and nccl: the address of this host that the other workers reach
+    payload: str = "auto"  # how large payloads go; auto: shared memory with ipc, inline with tcp
     window_bytes: int = 32 * 1024 * 1024
     max_frame_bytes: int = 1024 * 1024
     ticket_ttl_ms: int = 5_000
@@ -120,6 +125,8 @@ class Config:
             ("model.dtype", self.model.dtype, DTYPES),
             ("model.kernels", self.model.kernels, KERNELS),
             ("model.cpu_path", self.model.cpu_path, CPU_PATHS),
+            ("transfer.network", self.transfer.network, NETWORKS),
+            ("transfer.payload", self.transfer.payload, PAYLOADS),
             ("logging.level", self.logging.level, ("debug", "info", "warning", "error")),
         ):
             if value not in allowed:

@@ -20,8 +20,8 @@ For each peer connected to and each carrier, best first:
 A payload takes the first OPEN carrier that has room, else it goes inline. So a carrier that fails costs what was on it,
 which the protocol above asks for again, and nothing after that. Its first failure for a peer is a warning in the log.
 
-A message whose payload is not there yet holds up those behind it from the same peer, and only for `arrival_timeout_s`:
-then its carrier counts as broken.
+A message whose payload is not there yet holds up those behind it from the same peer, and only for `arrival_timeout_s`.
+If it has not come then, or will not come, its carrier counts as broken.
 """
 
 from __future__ import annotations
@@ -191,7 +191,14 @@ class CarriedTransport:
         except TransferError as error:
             self._cool(peer, way, error.message)
         else:
-            self._tell(peer, Envelope(Kind.OFFER, way.carrier.name, way.session, way.outlet.offer))
+            way.to_offer = True
+            self._make_offer(peer, way)
+
+    def _make_offer(self, peer: Peer, way: _Way) -> None:
+        offer = way.outlet.offer() if way.outlet is not None else None
+        if offer is not None:
+            way.to_offer = False
+            self._tell(peer, Envelope(Kind.OFFER, way.carrier.name, way.session, offer))
 
     def _cool(self, peer: Peer, way: _Way, reason: str) -> None:
         way.close()
@@ -277,21 +284,23 @@ class CarriedTransport:
         for peer, queue in list(self._arriving.items()):
             while queue:
                 arrival = queue[0]
-                if not arrival.settled():
-                    if now < arrival.due:
-                        break
-                    self._fail_inlet(peer, arrival, f"a payload did not come for {self._limits.arrival_timeout_s:g} s")
+                if not arrival.settled() and now < arrival.due:
+                    break
                 queue.popleft()
-                message = arrival.message_or_none()
-                if message is not None:
-                    self._events.append(message)
-                else:
+                try:
+                    self._events.append(arrival.whole())
+                except TransferError as error:
                     self.counts["lost"] += 1
+                    self._fail_inlet(peer, arrival, error.message)
             if not queue:
                 del self._arriving[peer]
 
     def _keep_up(self) -> None:
         """What the other ends should know; and once in a while, whether they are still there."""
+        for peer, ways in self._ways.items():
+            for way in ways:
+                if way.to_offer:
+                    self._make_offer(peer, way)
         now = self._clock.now()
         checking = now >= self._check_at
         if checking:
@@ -348,6 +357,7 @@ class _Way:
         self.since = -math.inf
         self.session = b""
         self.outlet: Outlet | None = None
+        self.to_offer = False
         self.warned = False
 
     def close(self) -> None:
@@ -378,11 +388,10 @@ class _Arrival:
     def settled(self) -> bool:
         return self.payload is None or self.payload.done()
 
-    def message_or_none(self) -> Message | None:
-        """The whole message; None: its payload will not come."""
+    def whole(self) -> Message:
+        """Raises PayloadLost."""
         if self.payload is None:
             return self.message
-        try:
-            return Message(self.message.peer, [*self.message.parts, self.payload.result(timeout=0)])
-        except (PayloadLost, TimeoutError):
-            return None
+        if not self.payload.done():
+            raise PayloadLost("a payload did not come in time")
+        return Message(self.message.peer, [*self.message.parts, self.payload.result()])

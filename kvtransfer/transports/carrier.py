@@ -34,9 +34,8 @@ class PayloadLost(TransferError):
 class Outlet(Protocol):
     """The sender's end of one way."""
 
-    @property
-    def offer(self) -> bytes:
-        """What the receiver makes its inlet from."""
+    def offer(self) -> bytes | None:
+        """What the receiver makes its inlet from. None: not known yet; a wake follows."""
         ...
 
     def broken(self) -> str | None:

@@ -7,6 +7,9 @@ compute stream waits for nothing. RDMA is reached through NCCL only. gloo is tes
 
     outlet   put -> queue -> thread: send         inlet   take -> queue -> thread: receive -> the future, wake
 
+In the group a payload comes after its number and size. The descriptor is the number alone: descriptors may be lost or
+reordered, and gloo ends the process where a receive is not of the size that was sent.
+
 Each end has one thread, which makes the group and then moves payloads in order. Every wait of it is bounded by
 `timeout_s`; when one fails the end is broken for good and the thread ends. `close` waits for nothing: a thread that is
 stuck ends by its timeout. Payloads are not encrypted: for networks that are trusted.
@@ -28,38 +31,40 @@ import msgpack
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch._C._distributed_c10d import Store, TCPStore
 
 from kvtransfer.frames import MAX_PAYLOAD_BYTES
 from kvtransfer.transports.base import Part
 from kvtransfer.transports.carrier import PayloadLost, Wake, lost
-from pdserve.errors import TransferError
+from pdserve.errors import ConfigError, TransferError
 
-_DESCRIPTOR = struct.Struct("<QQ")  # number of the payload, bytes
+_NUMBER = struct.Struct("<Q")
 _MAX_QUEUED = 256
 _SENDER, _RECEIVER = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSettings:
-    """`host`: the address of this host that peers reach. `device`: "cpu" (gloo) or "cuda:<n>" (NCCL). `timeout_s`: of
-    each step of the set-up and of each payload."""
+    """`host`: the address of this host that peers reach. `backend`: "gloo", or "nccl", which uses the current CUDA
+    device. `timeout_s`: of each step of the set-up and of each payload."""
 
     host: str
-    device: str = "cpu"
+    backend: str = "gloo"
     timeout_s: float = 2.0
 
 
 class DistributedCarrier:
-    """A Carrier."""
-
-    name = "distributed"
+    """A Carrier, by its backend's name. Raises ConfigError where the backend is not to be had."""
 
     def __init__(self, settings: GroupSettings) -> None:
+        if settings.backend == "nccl" and not (torch.cuda.is_available() and dist.is_nccl_available()):
+            raise ConfigError("NCCL is not to be had: it needs a CUDA device and a build of torch with it")
         self._settings = settings
+        self.name = settings.backend
 
     def outlet(self, wake: Wake) -> DistributedOutlet:
-        return DistributedOutlet(self._settings)
+        return DistributedOutlet(self._settings, wake)
 
     def inlet(self, offer: bytes, wake: Wake) -> DistributedInlet:
         return DistributedInlet(offer, self._settings, wake)
@@ -68,12 +73,16 @@ class DistributedCarrier:
 class DistributedOutlet:
     """Rank 0."""
 
-    def __init__(self, settings: GroupSettings) -> None:
-        store = _store(settings.host, 0, settings)
-        self.offer = bytes(msgpack.packb([settings.host, store.port]))
+    def __init__(self, settings: GroupSettings, wake: Wake) -> None:
+        self._settings = settings
+        self._wake = wake
+        self._offer: bytes | None = None
         self._count = 0
         self._payloads: queue.Queue[Part | None] = queue.Queue(_MAX_QUEUED)
-        self._end = _End("kv-group-send", lambda: self._run(store, settings))
+        self._end = _End("kv-group-send", self._run)
+
+    def offer(self) -> bytes | None:
+        return self._offer
 
     def broken(self) -> str | None:
         return self._end.broken
@@ -89,15 +98,20 @@ class DistributedOutlet:
         except queue.Full:
             return None
         self._count += 1
-        return _DESCRIPTOR.pack(self._count - 1, len(payload))
+        return _NUMBER.pack(self._count - 1)
 
     def close(self) -> None:
         self._end.stop(self._payloads)
 
-    def _run(self, store: TCPStore, settings: GroupSettings) -> None:
-        group = _Group(store, _SENDER, settings)
+    def _run(self) -> None:
+        store = _store(self._settings.host, 0, self._settings)
+        self._offer = bytes(msgpack.packb([self._settings.host, store.port]))
+        self._wake()
+        group, count = _Group(store, _SENDER, self._settings), 0
         while (payload := self._end.next(self._payloads)) is not None:
-            group.send(payload)
+            group.send(np.array([count, len(payload)], np.int64))
+            group.send(_writable(payload))
+            count += 1
 
 
 class DistributedInlet:
@@ -111,9 +125,9 @@ class DistributedInlet:
         except (ValueError, TypeError) as error:
             raise TransferError(f"not a group's offer: {error}") from None
         self._wake = wake
-        self._count = 0
+        self._next = 0  # the lowest number that may still be taken
         self._group_made = threading.Event()
-        self._wanted: queue.Queue[tuple[Future[memoryview], int] | None] = queue.Queue(_MAX_QUEUED)
+        self._wanted: queue.Queue[tuple[int, Future[memoryview]] | None] = queue.Queue(_MAX_QUEUED)
         self._end = _End("kv-group-receive", lambda: self._run(host, port, settings), self._on_end)
 
     def ready(self) -> bool:
@@ -123,21 +137,19 @@ class DistributedInlet:
         return self._end.broken
 
     def take(self, descriptor: bytes) -> Future[memoryview]:
-        if len(descriptor) != _DESCRIPTOR.size:
+        if len(descriptor) != _NUMBER.size:
             return lost("not a payload's number")
-        number, byte_count = _DESCRIPTOR.unpack(descriptor)
-        if number < self._count:
-            return lost(f"payload {number} was taken already")
-        if number > self._count or byte_count > MAX_PAYLOAD_BYTES:  # the group's own order cannot be mended
-            self._end.fail(f"payload {number} of {byte_count} bytes after {self._count} payloads")
+        (number,) = _NUMBER.unpack(descriptor)
+        if number < self._next:
+            return lost(f"payload {number} was taken or left out already")
         payload: Future[memoryview] = Future()
         try:
-            self._wanted.put_nowait((payload, byte_count))
+            self._wanted.put_nowait((number, payload))
         except queue.Full:
             self._end.fail(f"{_MAX_QUEUED} payloads are on their way")
         if self._end.broken is not None:
             return lost(self._end.broken)
-        self._count += 1
+        self._next = number + 1
         return payload
 
     def note(self) -> bytes | None:
@@ -151,10 +163,10 @@ class DistributedInlet:
         self._group_made.set()
         self._wake()
         while (item := self._end.next(self._wanted)) is not None:
-            payload, byte_count = item
+            number, payload = item
             try:
-                payload.set_result(group.receive(byte_count))
-            except RuntimeError as error:
+                payload.set_result(_receive(group, number))
+            except (RuntimeError, TransferError) as error:
                 payload.set_exception(PayloadLost(str(error)))
                 raise
             finally:
@@ -163,8 +175,25 @@ class DistributedInlet:
     def _on_end(self) -> None:
         while not self._wanted.empty():
             if (item := self._wanted.get_nowait()) is not None:
-                item[0].set_exception(PayloadLost(f"the group ended: {self._end.broken}"))
+                item[1].set_exception(PayloadLost(f"the group ended: {self._end.broken}"))
         self._wake()
+
+
+def _receive(group: _Group, wanted: int) -> memoryview:
+    """The payload of that number; those before it that nobody wants are left out."""
+    while True:
+        number, byte_count = (int(value) for value in group.receive(2, np.int64))
+        if number > wanted or not 0 <= byte_count <= MAX_PAYLOAD_BYTES:
+            raise TransferError(f"payload {number} of {byte_count} bytes instead of number {wanted}")
+        payload = group.receive(byte_count, np.uint8)
+        if number == wanted:
+            return payload.data
+
+
+def _writable(payload: Part) -> NDArray[Any]:
+    """torch takes no other memory, though it only reads it here. Only small payloads (of COMMIT) have to be copied."""
+    values = np.frombuffer(payload, np.uint8)
+    return values if values.flags.writeable else values.copy()
 
 
 class _End:
@@ -205,7 +234,7 @@ class _Group:
     def __init__(self, store: Store, rank: int, settings: GroupSettings) -> None:
         timeout = timedelta(seconds=settings.timeout_s)
         self._other = 1 - rank
-        self._device = torch.device(settings.device)
+        self._device = torch.device("cuda" if settings.backend == "nccl" else "cpu")
         self._stream = _side_stream(self._device)
         self._group: Any
         if self._stream is not None:
@@ -218,19 +247,22 @@ class _Group:
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=settings.host, lazy_init=False)]
             self._group = dist.ProcessGroupGloo(store, rank, 2, options)
 
-    def send(self, payload: Part) -> None:
+    def send(self, values: NDArray[Any]) -> None:
         with self._on_stream():
-            staged = torch.from_numpy(np.frombuffer(payload, np.uint8)).to(self._device)
+            staged = torch.from_numpy(values).to(self._device)
             self._group.send([staged], self._other, 0).wait()
             self._finish()
 
-    def receive(self, byte_count: int) -> memoryview:
+    def receive(self, count: int, dtype: type[Any]) -> NDArray[Any]:
+        host = np.empty(count, dtype)
         with self._on_stream():
-            staged = torch.empty(byte_count, dtype=torch.uint8, device=self._device)
+            target = torch.from_numpy(host)
+            staged = target if self._stream is None else torch.empty_like(target, device=self._device)
             self._group.recv([staged], self._other, 0).wait()
-            host = staged.cpu()
+            if self._stream is not None:
+                target.copy_(staged)
             self._finish()
-        return host.numpy().data
+        return host
 
     def _on_stream(self) -> Any:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

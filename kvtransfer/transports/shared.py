@@ -83,7 +83,10 @@ class SharedOutlet:
         self._ring: _Bytes | None = np.frombuffer(memory, np.uint8)[_RING_OFFSET:]
         self._head = 0
         self._released = 0
-        self.offer = _OFFER.pack(os.getpid(), self._file, ring_bytes, token)
+        self._offer = _OFFER.pack(os.getpid(), self._file, ring_bytes, token)
+
+    def offer(self) -> bytes:
+        return self._offer
 
     def broken(self) -> str | None:
         return "closed" if self._ring is None else None

@@ -1,4 +1,5 @@
-"""Two processes and real sockets between them: each fault in each phase, and a peer killed or frozen in each.
+"""Two processes and real sockets between them: each fault in each phase, and a peer killed or frozen in each; with the
+payload in the messages, in shared memory and in a gloo group.
 
 Phases run side by side, on links of their own, so that waiting for a ttl costs once.
 """
@@ -32,10 +33,17 @@ def folder() -> Iterator[Path]:
         yield Path(made) / "s"
 
 
+@pytest.fixture(scope="module", params=["inline", "shared", "gloo"])
+def payload(request: pytest.FixtureRequest) -> str:
+    """What payloads go by."""
+    way: str = request.param
+    return way
+
+
 @pytest.fixture(scope="module")
-def pair(folder: Path) -> Iterator[dict[str, KvProcess]]:
+def pair(folder: Path, payload: str) -> Iterator[dict[str, KvProcess]]:
     """Processes for all tests that leave them alive."""
-    with kv_processes(folder, 2) as (prefill, decode):
+    with kv_processes(folder / payload, 2, payload) as (prefill, decode):
         yield {"prefill": prefill, "decode": decode}
 
 
@@ -102,8 +110,8 @@ def strike(victim: KvProcess, survivor: KvProcess, side: str, phase: str, number
 
 
 @pytest.mark.parametrize("side", MOMENTS)
-def test_peer_killed_in_any_phase_ends_the_other_side_in_time(folder: Path, side: str) -> None:
-    with kv_processes(folder, 6) as (survivor, *victims):
+def test_peer_killed_in_any_phase_ends_the_other_side_in_time(folder: Path, payload: str, side: str) -> None:
+    with kv_processes(folder / payload, 6, payload) as (survivor, *victims):
         struck = {
             phase: (victim, strike(victim, survivor, side, phase, signal.SIGKILL))
             for phase, victim in zip(MOMENTS[side], victims, strict=True)
@@ -117,8 +125,10 @@ def test_peer_killed_in_any_phase_ends_the_other_side_in_time(folder: Path, side
 
 
 @pytest.mark.parametrize("side", MOMENTS)
-def test_frozen_peer_ends_the_other_side_in_time_and_itself_when_it_thaws(folder: Path, side: str) -> None:
-    with kv_processes(folder, 6) as (survivor, *victims):
+def test_frozen_peer_ends_the_other_side_in_time_and_itself_when_it_thaws(
+    folder: Path, payload: str, side: str
+) -> None:
+    with kv_processes(folder / payload, 6, payload) as (survivor, *victims):
         struck = {
             phase: (victim, strike(victim, survivor, side, phase, signal.SIGSTOP))
             for phase, victim in zip(MOMENTS[side], victims, strict=True)

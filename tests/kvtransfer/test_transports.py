@@ -21,7 +21,7 @@ from support.kv_links import TransportFactory, transport_factory
 WAIT_S = 10.0
 
 
-@pytest.fixture(params=["memory", "ipc", "tcp", "curve", "shared", "distributed"])
+@pytest.fixture(params=["memory", "ipc", "tcp", "curve", "shared", "gloo"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TransportFactory]:
     made: list[Transport] = []
     factory = transport_factory(request.param, tmp_path)

@@ -39,7 +39,7 @@ TransportFactory = Callable[[], Transport]
 
 def transport_factory(kind: str, folder: Path) -> TransportFactory:
     """Makes transports that can reach each other: "memory", "ipc", "tcp", "curve" (tcp with one key), or "shared" or
-    "distributed" (ipc, with every payload on that carrier once it is open)."""
+    "gloo" (ipc, with every payload on that carrier once it is open)."""
     network, numbers, key = MemoryNetwork(), itertools.count(), CurveKey.generate()
 
     def make() -> Transport:
@@ -58,12 +58,12 @@ def carried(inner: Transport, *kinds: str, limits: CarriedLimits = CARRIED_LIMIT
     """`inner` with the carriers named, best first."""
     carriers: dict[str, Callable[[], Carrier]] = {
         "shared": lambda: SharedCarrier(2 * CONFIG.window_bytes),
-        "distributed": lambda: distributed_carrier(timeout_s=1.0),
+        "gloo": lambda: gloo_carrier(timeout_s=1.0),
     }
     return CarriedTransport(inner, [carriers[kind]() for kind in kinds], SystemClock(), logger("test-carried"), limits)
 
 
-def distributed_carrier(timeout_s: float) -> Carrier:
+def gloo_carrier(timeout_s: float) -> Carrier:
     from kvtransfer.transports.distributed import DistributedCarrier, GroupSettings  # torch: seconds to import
 
     return DistributedCarrier(GroupSettings("127.0.0.1", timeout_s=timeout_s))
