@@ -115,6 +115,11 @@ class CarriedTransport:
     def endpoint(self) -> str:
         return self._inner.endpoint
 
+    @property
+    def carriers(self) -> list[str]:
+        """By name, best first."""
+        return list(self._carriers)
+
     def connect(self, endpoint: str) -> Peer:
         peer = self._inner.connect(endpoint)
         if peer not in self._ways:

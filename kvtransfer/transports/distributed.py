@@ -17,15 +17,16 @@ stuck ends by its timeout. Payloads are not encrypted: for networks that are tru
 
 from __future__ import annotations
 
+import atexit
 import queue
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgpack
 import numpy as np
@@ -41,7 +42,10 @@ from pdserve.errors import ConfigError, TransferError
 
 _NUMBER = struct.Struct("<Q")
 _MAX_QUEUED = 256
+_STEPS_OF_SETUP = 3  # with a wait of `timeout_s` each
 _SENDER, _RECEIVER = 0, 1
+
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +82,8 @@ class DistributedOutlet:
         self._wake = wake
         self._offer: bytes | None = None
         self._count = 0
-        self._payloads: queue.Queue[Part | None] = queue.Queue(_MAX_QUEUED)
-        self._end = _End("kv-group-send", self._run)
+        self._end: _End[Part] = _End("kv-group-send", self._run, wake, settings.timeout_s)
+        self._end.start()
 
     def offer(self) -> bytes | None:
         return self._offer
@@ -91,24 +95,20 @@ class DistributedOutlet:
         raise TransferError("a receiver of a group has no news")
 
     def put(self, payload: Part) -> bytes | None:
-        if self._end.broken is not None:
-            return None
-        try:
-            self._payloads.put_nowait(payload)
-        except queue.Full:
+        if not self._end.give(payload):
             return None
         self._count += 1
         return _NUMBER.pack(self._count - 1)
 
     def close(self) -> None:
-        self._end.stop(self._payloads)
+        self._end.stop()
 
     def _run(self) -> None:
         store = _store(self._settings.host, 0, self._settings)
         self._offer = bytes(msgpack.packb([self._settings.host, store.port]))
         self._wake()
         group, count = _Group(store, _SENDER, self._settings), 0
-        while (payload := self._end.next(self._payloads)) is not None:
+        while (payload := self._end.next()) is not None:
             group.send(np.array([count, len(payload)], np.int64))
             group.send(_writable(payload))
             count += 1
@@ -127,8 +127,10 @@ class DistributedInlet:
         self._wake = wake
         self._next = 0  # the lowest number that may still be taken
         self._group_made = threading.Event()
-        self._wanted: queue.Queue[tuple[int, Future[memoryview]] | None] = queue.Queue(_MAX_QUEUED)
-        self._end = _End("kv-group-receive", lambda: self._run(host, port, settings), self._on_end)
+        self._end: _End[tuple[int, Future[memoryview]]] = _End(
+            "kv-group-receive", lambda: self._run(host, port, settings), self._on_end, settings.timeout_s
+        )
+        self._end.start()
 
     def ready(self) -> bool:
         return self._group_made.is_set()
@@ -143,12 +145,8 @@ class DistributedInlet:
         if number < self._next:
             return lost(f"payload {number} was taken or left out already")
         payload: Future[memoryview] = Future()
-        try:
-            self._wanted.put_nowait((number, payload))
-        except queue.Full:
-            self._end.fail(f"{_MAX_QUEUED} payloads are on their way")
-        if self._end.broken is not None:
-            return lost(self._end.broken)
+        if not self._end.give((number, payload)):
+            return lost(self._end.broken or f"{_MAX_QUEUED} payloads are on their way")
         self._next = number + 1
         return payload
 
@@ -156,13 +154,13 @@ class DistributedInlet:
         return None
 
     def close(self) -> None:
-        self._end.stop(self._wanted)
+        self._end.stop()
 
     def _run(self, host: str, port: int, settings: GroupSettings) -> None:
         group = _Group(_store(host, port, settings), _RECEIVER, settings)
         self._group_made.set()
         self._wake()
-        while (item := self._end.next(self._wanted)) is not None:
+        while (item := self._end.next()) is not None:
             number, payload = item
             try:
                 payload.set_result(_receive(group, number))
@@ -173,9 +171,8 @@ class DistributedInlet:
                 self._wake()
 
     def _on_end(self) -> None:
-        while not self._wanted.empty():
-            if (item := self._wanted.get_nowait()) is not None:
-                item[1].set_exception(PayloadLost(f"the group ended: {self._end.broken}"))
+        for _, payload in self._end.undone():
+            payload.set_exception(PayloadLost(f"the group ended: {self._end.broken}"))
         self._wake()
 
 
@@ -196,36 +193,57 @@ def _writable(payload: Part) -> NDArray[Any]:
     return values if values.flags.writeable else values.copy()
 
 
-class _End:
-    """The thread of one end, and why it is broken, if it is."""
+class _End(Generic[_Item]):
+    """The thread of one end, what it has to do, and why it is broken, if it is."""
 
-    def __init__(self, name: str, run: Callable[[], None], on_end: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, name: str, run: Callable[[], None], on_end: Callable[[], None], timeout_s: float) -> None:
         self.broken: str | None = None
+        self._items: queue.Queue[_Item | None] = queue.Queue(_MAX_QUEUED)
         self._run = run
         self._on_end = on_end
+        self._timeout_s = timeout_s
         self._thread = threading.Thread(target=self._supervise, name=name, daemon=True)
+
+    def start(self) -> None:
+        atexit.register(self._leave)  # a thread that the interpreter's end meets inside torch would abort the process
         self._thread.start()
 
-    def fail(self, reason: str) -> None:
+    def give(self, item: _Item) -> bool:
+        """Something to do. False: too much is waiting already, or the end is broken."""
+        try:
+            self._items.put_nowait(item)
+        except queue.Full:
+            return False
+        return self.broken is None
+
+    def next(self) -> _Item | None:
+        """For the thread: wait for something to do. None at the end."""
+        return None if self.broken is not None else self._items.get()
+
+    def undone(self) -> Iterator[_Item]:
+        while not self._items.empty():
+            if (item := self._items.get_nowait()) is not None:
+                yield item
+
+    def stop(self) -> None:
         if self.broken is None:
-            self.broken = reason
-
-    def next(self, items: queue.Queue[Any]) -> Any:
-        """The next item; None at the end."""
-        return None if self.broken is not None else items.get()
-
-    def stop(self, items: queue.Queue[Any]) -> None:
-        self.fail("closed")
+            self.broken = "closed"
         with suppress(queue.Full):  # full: the thread is not waiting for it, and looks at `broken` next
-            items.put_nowait(None)
+            self._items.put_nowait(None)
 
     def _supervise(self) -> None:
+        reason = "ended"
         try:
             self._run()
         except (RuntimeError, TransferError) as error:  # torch's own errors are RuntimeErrors
-            self.fail(str(error).splitlines()[0])
-        self.fail("ended")
+            reason = str(error).splitlines()[0]
+        self.broken = self.broken or reason
         self._on_end()
+        atexit.unregister(self._leave)
+
+    def _leave(self) -> None:
+        self.stop()
+        self._thread.join(_STEPS_OF_SETUP * self._timeout_s)
 
 
 class _Group:

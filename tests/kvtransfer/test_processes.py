@@ -89,7 +89,7 @@ MOMENTS = {
     },
     "decode": {
         "before OPEN": ("in", "Open", 0),
-        "waiting for blocks": ("out", "Ping", 1),
+        "waiting for blocks": ("out", "Ping", 0),
         "in the stream": ("in", "Layer", 3),
         "at COMMIT": ("in", "Commit", 0),
         "at ACK": ("out", "Ack", 0),
