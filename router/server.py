@@ -6,6 +6,7 @@ It carries out what the pure cores decide. Nothing here decides anything.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.metadata
 import os
 import secrets
@@ -20,15 +21,14 @@ from grpc_reflection.v1alpha import reflection
 from pdserve import logs
 from pdserve.clock import Clock, SystemClock
 from pdserve.config import RouterConfig
-from pdserve.errors import ConfigError, PdserveError, Unavailable
+from pdserve.errors import Cancelled, ConfigError, NotFound, PdserveError, Unavailable
 from pdserve.rpc import cluster_pb2 as pb
 from pdserve.rpc import cluster_pb2_grpc, convert, inference_pb2, inference_pb2_grpc
 from pdserve.types import Finish, Load, ModelLimits, Owner, Role, SampledToken, Ticket
-from router.dispatch import (
+from router.actions import (
     Abort,
     Accept,
     Action,
-    Dispatch,
     End,
     Fallback,
     PrefillLocally,
@@ -38,6 +38,7 @@ from router.dispatch import (
     StartDecode,
     StartPrefill,
 )
+from router.dispatch import Dispatch
 from router.frontend import Frontend
 from router.membership import Membership
 from router.policies import LeastLoaded
@@ -98,6 +99,8 @@ class Router:
         self._eos_token_ids: tuple[int, ...] = ()
         self._first_join = asyncio.Event()
         self._joined = asyncio.Event()
+        self._all_ended = asyncio.Event()
+        self._draining = False
         self._health = health_aio.HealthServicer()
         self._servers: list[grpc.aio.Server] = []
         self._ticker: asyncio.Task[None] | None = None
@@ -123,6 +126,17 @@ class Router:
         self._ticker = asyncio.create_task(self._tick_forever())
         _log.info("router listens", grpc=self.grpc_address, sessions=self.session_address, model=self.model)
 
+    async def drain(self, timeout_s: float) -> None:
+        """Say NOT_SERVING, take nothing new, and wait until every stream has ended or the time is over."""
+        _log.info("router drains", running=len(self._dispatch))
+        self._draining = True
+        await self._update_health()
+        self._all_ended.clear()
+        if len(self._dispatch):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._all_ended.wait(), timeout_s)
+        _log.info("router drained", left=len(self._dispatch))
+
     async def stop(self, grace_s: float = 1.0) -> None:
         """End what is in flight and close both ports."""
         if self._ticker is not None:
@@ -147,7 +161,7 @@ class Router:
             self._perform(self._dispatch.tick(now))
 
     async def _update_health(self) -> None:
-        serving = bool(self._membership.with_role(Role.DECODE))
+        serving = not self._draining and any(not member.load.draining for member in self._membership)
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for service in ("", _SERVICE):
             await self._health.set(service, status)
@@ -163,8 +177,12 @@ class Router:
         assert self._limits is not None
         return self._limits
 
-    def submit(self, request: Request) -> RequestStream:
-        """Take a request over. Raises AlreadyExists or ResourceExhausted."""
+    def submit(self, request: Request, resumed: bool = False) -> RequestStream:
+        """Take a request over; a resumed one from whoever had it. Raises AlreadyExists or ResourceExhausted."""
+        if self._draining:
+            raise Unavailable("this router is shutting down; ask another one")
+        if resumed:
+            self.cancel(request.request_id, Cancelled("the client resumed this request over another connection"))
         actions = self._dispatch.submit(request, self._clock.now())
         stream = RequestStream(request.request_id)
         self._streams[request.request_id] = stream
@@ -191,6 +209,14 @@ class Router:
             self._joined.clear()
             await self._joined.wait()
 
+    def drain_worker(self, worker_id: str, cancel: bool) -> None:
+        """Ask a worker to finish what it has and take nothing new. Raises NotFound."""
+        member = next((member for member in self._membership if member.info.worker_id == worker_id), None)
+        if member is None:
+            known = ", ".join(sorted(member.info.worker_id for member in self._membership)) or "none"
+            raise NotFound(f"worker_id: no worker {worker_id!r} is alive; there are: {known}")
+        self._send(member.info.incarnation, pb.RouterMessage(drain=pb.Drain(cancel=cancel)))
+
     def model_info(self, limits: ModelLimits) -> inference_pb2.ModelInfo:
         return inference_pb2.ModelInfo(
             model=self.model,
@@ -207,7 +233,7 @@ class Router:
                 role=member.info.role.value,
                 pid=member.info.pid,
                 host=member.info.host,
-                state="ready",
+                state="draining" if member.load.draining else "ready",
                 queue=member.load.queued,
                 requests=self._dispatch.assigned(member.info.incarnation),
                 blocks=convert.blocks_to_proto(member.load.blocks),
@@ -256,7 +282,14 @@ class Router:
             self._lose(session.info.incarnation, reason)
 
     def renewed(self, worker: str, load: Load) -> None:
-        self._membership.renew(worker, load, self._clock.now())
+        now = self._clock.now()
+        member = self._membership.get(worker)
+        turned = member is not None and member.load.draining != load.draining
+        self._membership.renew(worker, load, now)
+        if turned:
+            _log.info("worker draining" if load.draining else "worker serves again", worker=worker)
+            self._perform(self._dispatch.on_worker_joined(now))
+            asyncio.get_running_loop().create_task(self._update_health())
 
     def ticket(self, worker: str, owner: Owner, ticket: Ticket) -> None:
         self._perform(self._dispatch.on_ticket(worker, owner, ticket, self._clock.now()))
@@ -321,6 +354,8 @@ class Router:
                     self._streams[action.request_id].put(action)
                 case End():
                     self._streams.pop(action.request_id).put(action)
+                    if not self._streams:
+                        self._all_ended.set()
                 case Fallback():
                     _log.warning("fallback", owner=action.owner, rung=action.rung, reason=action.reason)
                 case Retry():

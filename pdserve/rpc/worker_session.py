@@ -64,6 +64,8 @@ class SessionHandler(Protocol):
 
     def abort(self, owner: Owner) -> None: ...
 
+    def drain(self, cancel: bool) -> None: ...
+
     def router_lost(self, router: str) -> None: ...
 
 
@@ -89,6 +91,10 @@ class WorkerSessions:
         """Break the sessions and end the thread."""
         self._loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join(timeout_s)
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until what was reported so far has been written to the routers, or the time is over."""
+        asyncio.run_coroutine_threadsafe(self._flush(timeout_s), self._loop).result(timeout_s + 1.0)
 
     # Reports: any thread.
 
@@ -130,6 +136,13 @@ class WorkerSessions:
         outbox.put_nowait(message)
 
     # The session thread.
+
+    async def _flush(self, timeout_s: float) -> None:
+        writing = [asyncio.create_task(outbox.join()) for outbox in self._outboxes.values()]
+        if writing:
+            _, late = await asyncio.wait(writing, timeout=timeout_s)
+            for task in late:
+                task.cancel()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -187,6 +200,7 @@ class WorkerSessions:
         try:
             while self._outboxes.get(router) is outbox:
                 await call.write(await outbox.get())
+                outbox.task_done()
         finally:
             call.cancel()  # the reader ends as well
 
@@ -218,6 +232,8 @@ class WorkerSessions:
                 self._handler.prefill_locally(convert.owner_from_proto(message.prefill_locally.owner))
             case "abort":
                 self._handler.abort(convert.owner_from_proto(message.abort.owner))
+            case "drain":
+                self._handler.drain(message.drain.cancel)
             case "renew" | "welcome":
                 pass
             case unknown:
