@@ -18,6 +18,7 @@ DTYPES = ("auto", "float32", "bfloat16")
 KERNELS = ("auto", "cpu", "reference")
 NETWORKS = ("ipc", "tcp")
 PAYLOADS = ("auto", "inline", "shared", "gloo", "nccl")
+TRANSFER_MODES = ("layerwise", "chunkwise", "whole")
 CPU_PATHS = ("auto", "amx", "avx512", "avx2", "portable")
 
 
@@ -52,6 +53,8 @@ class TransferConfig:
     network: str = "ipc"  # between workers: ipc within a host, tcp (encrypted) across hosts
     host: str = "127.0.0.1"  # with tcp, gloo and nccl: the address of this host that the other workers reach
     payload: str = "auto"  # how large payloads go; auto: shared memory with ipc, inline with tcp
+    mode: str = "layerwise"  # when computed KV is sent: while the next layer is computed, or later (to compare)
+    integrity: bool = True  # off only to measure what it costs, and then in all workers
     window_bytes: int = 32 * 1024 * 1024
     max_frame_bytes: int = 1024 * 1024
     ticket_ttl_ms: int = 5_000
@@ -133,6 +136,7 @@ class Config:
             ("model.cpu_path", self.model.cpu_path, CPU_PATHS),
             ("transfer.network", self.transfer.network, NETWORKS),
             ("transfer.payload", self.transfer.payload, PAYLOADS),
+            ("transfer.mode", self.transfer.mode, TRANSFER_MODES),
             ("logging.level", self.logging.level, ("debug", "info", "warning", "error")),
         ):
             if value not in allowed:

@@ -1,7 +1,7 @@
 """Links in processes of their own, over real sockets, driven by lines of JSON: for faults that only processes show.
 
     in   {"do": "link", "link", "rules", "moment"}      a link with a faulty transport
-         {"do": "expect", "link", "name"}               expect a transfer; its blocks are leased after LEASE_AFTER_S
+         {"do": "expect", "link", "name", "lease_after_s"}   expect a transfer; its blocks are leased so much later
          {"do": "send", "link", "name", "ticket"}       send one, whose whole prompt is computed already
          {"do": "report"}                               memory, descriptors and threads of the process
     out  {"event": "linked", "link"} {"event": "ticket", "name", "ticket"} {"event": "report", ...}
@@ -41,6 +41,7 @@ from kvtransfer.transports.faulty import Fault, FaultRule, FaultyTransport
 from kvtransfer.transports.zmq import ZmqTransport, ipc_endpoint
 from pdserve.clock import SystemClock
 from pdserve.errors import PdserveError
+from pdserve.tracing import Trace
 from pdserve.types import Ticket
 from support.kv_faults import CHUNK_TOKENS, LEASE_AFTER_S, TOKEN_COUNT
 from support.kv_links import LAYOUT, OWNER, carried, gloo_carrier, make_link, send_all
@@ -98,9 +99,9 @@ class KvProcess:
         self.command(do="link", link=name, rules=packed, moment=moment and asdict(moment))
         self.wait("linked", link=name, timeout_s=_START_S)
 
-    def expect(self, link: str, name: str) -> dict[str, Any]:
+    def expect(self, link: str, name: str, lease_after_s: float = LEASE_AFTER_S) -> dict[str, Any]:
         """The ticket, for another process's `send`."""
-        self.command(do="expect", link=link, name=name)
+        self.command(do="expect", link=link, name=name, lease_after_s=lease_after_s)
         ticket: dict[str, Any] = self.wait("ticket", name=name)["ticket"]
         return ticket
 
@@ -203,11 +204,12 @@ class _Child:
         transport: Transport = ZmqTransport(ipc_endpoint(self._folder, link), link.encode())
         transport = FaultyTransport(transport, unpacked, 1, SystemClock())
         transport = self._carried[link] = carried(transport, *self._carriers)
-        self._links[link] = make_link(_SignallingTransport(transport, Signal(**moment)) if moment else transport)
+        transport = _SignallingTransport(transport, Signal(**moment)) if moment else transport
+        self._links[link] = make_link(transport, trace=Trace(capacity=256))  # a full one does not grow
         self._links[link].start()
         self._say("linked", link=link)
 
-    def _expect(self, link: str, name: str) -> None:
+    def _expect(self, link: str, name: str, lease_after_s: float) -> None:
         store, issued = FakeStore(LAYOUT, TOKEN_COUNT), threading.Event()
 
         def lease() -> None:
@@ -217,7 +219,7 @@ class _Child:
         ticket = self._links[link].expect(
             OWNER,
             range(TOKEN_COUNT),
-            lambda: threading.Timer(LEASE_AFTER_S, lease).start(),
+            lambda: threading.Timer(lease_after_s, lease).start() if lease_after_s else lease(),
             self._on_end(name, "decode", store),
         )
         issued.set()

@@ -6,10 +6,12 @@ One thread, no sockets: a failing seed replays exactly.
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvtransfer.exchange import Exchange
 from kvtransfer.frames import Credit, FrameError, Layer, decode
@@ -122,6 +124,25 @@ class SimulatedTransport:
         self._network.remove(self.endpoint)
 
 
+class Simulated(Protocol):
+    """What a simulation runs: a worker, dead or alive."""
+
+    alive: bool
+
+    def turn(self) -> None:
+        """Do what there is to do now."""
+        ...
+
+    def next_time(self) -> float | None:
+        """When the next turn is due at the latest, but for what the network brings."""
+        ...
+
+
+def earliest(*times: float | None) -> float | None:
+    """The first of those moments that ever come."""
+    return min((time for time in times if time is not None and time != math.inf), default=None)
+
+
 class SimulatedWorker:
     """An exchange with its own transport and counts."""
 
@@ -140,6 +161,9 @@ class SimulatedWorker:
                 self.exchange.on_event(event)
             self.exchange.tick()
 
+    def next_time(self) -> float | None:
+        return earliest(self.exchange.next_deadline(), self.transport.next_due())
+
     def kill(self) -> None:
         """As SIGKILL: no callback, no farewell."""
         self.alive = False
@@ -154,13 +178,17 @@ class Simulation:
         self.rng = random.Random(seed)
         self.config = config
         self.network = SimulatedNetwork(self.clock, self.rng, faults)
-        self.workers: list[SimulatedWorker] = []
+        self._workers: list[Simulated] = []
         self._calls: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
 
     def worker(self, name: str) -> SimulatedWorker:
-        self.workers.append(SimulatedWorker(self.network, name, self.config))
-        return self.workers[-1]
+        worker = SimulatedWorker(self.network, name, self.config)
+        self.add(worker)
+        return worker
+
+    def add(self, worker: Simulated) -> None:
+        self._workers.append(worker)
 
     def call_at(self, time_s: float, call: Callable[[], None]) -> None:
         self._count += 1
@@ -171,7 +199,7 @@ class Simulation:
 
     def run(self, until_s: float) -> None:
         while True:
-            for worker in self.workers:
+            for worker in self._workers:
                 worker.turn()
             upcoming = self._next_time()
             if upcoming is None or upcoming > until_s:
@@ -182,7 +210,5 @@ class Simulation:
                 heapq.heappop(self._calls)[2]()
 
     def _next_time(self) -> float | None:
-        times = [worker.exchange.next_deadline() for worker in self.workers if worker.alive]
-        times += [worker.transport.next_due() for worker in self.workers if worker.alive]
-        times += [self.network.next_delivery(), self._calls[0][0] if self._calls else None]
-        return min((time for time in times if time is not None and time != float("inf")), default=None)
+        times = [worker.next_time() for worker in self._workers if worker.alive]
+        return earliest(*times, self.network.next_delivery(), self._calls[0][0] if self._calls else None)
