@@ -84,7 +84,7 @@ class Envelope:
 class CarriedLimits:
     """`min_bytes`: smaller payloads go inline. The rest as in the module's docstring."""
 
-    min_bytes: int = 8192
+    min_bytes: int = 128 * 1024  # below, a carrier's own work costs more than the copies it saves
     answer_timeout_s: float = 5.0
     arrival_timeout_s: float = 2.0
     cooldown_s: float = 10.0

@@ -141,3 +141,26 @@ def test_frozen_peer_ends_the_other_side_in_time_and_itself_when_it_thaws(
             check_end(late, passes=phase == "at ACK")
             if end["error"] is None:
                 assert late["error"] is None
+
+
+def test_memory_of_a_killed_sender_is_let_go_and_leaves_no_file(folder: Path) -> None:
+    files = set(os.listdir("/dev/shm"))
+    with kv_processes(folder / "killed", 2, "shared") as (prefill, decode):
+        for process, name in ((prefill, "prefill"), (decode, "decode")):
+            process.link(name)
+        before = report(decode)
+        prefill.send("prefill", "first", decode.expect("decode", "first"))
+        check_end(decode.wait("end", name="first"), passes=True)
+        assert report(decode)["arenas"] == 1
+        assert report(prefill)["counts"]["prefill"]["shared"] > 0
+        os.kill(prefill.pid, signal.SIGKILL)
+        deadline = time.monotonic() + 5.0
+        while (after := report(decode))["arenas"]:
+            assert time.monotonic() < deadline, "the memory of a dead process is still mapped"
+        assert after["descriptors"] <= before["descriptors"] + 1  # ZMQ notices the end of a connection in its own time
+        assert set(os.listdir("/dev/shm")) <= files
+
+
+def report(process: KvProcess) -> dict[str, Any]:
+    process.command(do="report")
+    return process.wait("report")
