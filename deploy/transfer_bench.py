@@ -98,6 +98,7 @@ def _cluster(settings: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        start_new_session=True,  # a signal for us must not break its cleaning up; it ends when its input does
     )
     try:
         _answer(process)
