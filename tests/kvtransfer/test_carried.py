@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 import msgpack
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.transports.base import Message, Part
@@ -308,6 +308,7 @@ def test_disconnect_and_close_close_every_end_once() -> None:
     assert (pair.carrier.outlets_closed, pair.carrier.inlets_closed) == (1, 1)
 
 
+@settings(max_examples=50, deadline=None)
 @given(
     st.binary(max_size=64)
     | st.lists(st.integers() | st.text() | st.binary(), max_size=6).map(
