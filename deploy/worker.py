@@ -26,7 +26,7 @@ from engine.engine import SWITCH_INTERVAL_S
 from kvtransfer.ladder import Ladder, LadderLimits
 from kvtransfer.layout import KVLayout
 from kvtransfer.link import Link
-from kvtransfer.transports.zmq import ZmqTransport, ipc_endpoint
+from kvtransfer.transports.assembly import worker_transport
 from pdserve import logs
 from pdserve.clock import SystemClock
 from pdserve.errors import PdserveError
@@ -57,8 +57,8 @@ class Worker:
         self.load = self._engine.load()
         self._engine.add_after_step(self._after_step)
         incarnation = f"{spec.worker_id}-{secrets.token_hex(6)}"
-        endpoint = ipc_endpoint(Path(spec.kv_socket_directory), incarnation)
-        transport = ZmqTransport(endpoint, incarnation.encode())
+        sockets, log = Path(spec.kv_socket_directory), logs.logger("kv")
+        transport = worker_transport(config.transfer, incarnation, sockets, spec.kv_key, SystemClock(), log)
         shape = self._engine.store.shape
         layout = KVLayout(shape.layer_count, shape.kv_heads, shape.head_dim, built.dtype)
         self._link = Link(
@@ -68,7 +68,7 @@ class Worker:
             config.transfer,
             SystemClock(),
             self._trace,
-            logs.logger("kv"),
+            log,
             max_transfers=config.engine.max_queued,
         )
         self.info = WorkerInfo(
