@@ -65,7 +65,7 @@ def up(
     decode: Annotated[int | None, typer.Option(help="Decode workers.")] = None,
     routers: Annotated[int | None, typer.Option(help="Routers, at successive ports.")] = None,
     model: Annotated[str | None, typer.Option(help="A Hugging Face directory. Default: the embedded model.")] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads of each worker.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of each worker; 0: cores shared out.")] = None,
     transfer: Annotated[str | None, typer.Option(help=f"When KV is sent: {', '.join(TRANSFER_MODES)}.")] = None,
     port: Annotated[int | None, typer.Option(help="The router's gRPC port; 0: any free one.")] = None,
     config: ConfigOption = None,
@@ -94,15 +94,14 @@ def down(config: ConfigOption = None, runtime_dir: RuntimeOption = "") -> None:
     from deploy.cluster import stop_processes
 
     runtime = _runtime(config, runtime_dir)
-    state = runtime.read_state()
-    supervisor = state.supervisor() if state else None
+    supervisor = runtime.supervisor()
     if supervisor is not None:
         supervisor.send_signal(signal.SIGTERM)
         psutil.wait_procs([supervisor], timeout=30.0)
     leftover = runtime.processes()
     stop_processes(runtime, lambda: [process.terminate() for process in leftover])
     runtime.remove()
-    if state is None and not leftover:
+    if supervisor is None and not leftover:
         _err.print("no cluster runs here")
     else:
         _err.print("the cluster is down")
@@ -206,8 +205,11 @@ def _runtime(path: Path | None, runtime_dir: str) -> RuntimeDirectory:
 def _addresses(address: str, path: Path | None, runtime_dir: str) -> list[str]:
     if address:
         return [part.strip() for part in address.split(",")]
-    state = _runtime(path, runtime_dir).read_state()
+    runtime = _runtime(path, runtime_dir)
+    state = runtime.read_state()
     if state is None or state.supervisor() is None:
+        if runtime.supervisor() is not None:
+            raise Unavailable(f"the cluster in {runtime.path} is starting; try again when it serves")
         raise Unavailable("no cluster runs on this machine: start one with `pdserve up`, or name one with --address")
     return state.routers
 
@@ -234,7 +236,7 @@ def _run_cluster(config: Config, json_output: bool) -> None:
 
     logs.configure(config.logging.level, "up")
     if not json_output:
-        _out.print(f"config: {json.dumps(config.as_dict())}", markup=False, soft_wrap=True)
+        _print_config(config)
     begin = time.monotonic()
     with LocalCluster(config, progress) as cluster:
         info = cluster.info()
@@ -254,6 +256,10 @@ def _run_cluster(config: Config, json_output: bool) -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
+def _print_config(config: Config) -> None:
+    _out.print(f"config: {json.dumps(config.as_dict())}", markup=False, soft_wrap=True)
+
+
 def _exit_on_signals() -> None:
     """Ctrl-C and SIGTERM unwind the main thread, so that whatever has been started is stopped."""
 
@@ -267,9 +273,9 @@ def _exit_on_signals() -> None:
 def _start_detached(config: Config, arguments: list[str], json_output: bool) -> None:
     """Run the same command without --detach in a session of its own, and wait for its health check."""
     runtime = RuntimeDirectory(config.cluster.runtime_dir)
-    state = runtime.read_state()
-    if state is not None and state.supervisor() is not None:
-        raise ConfigError(f"a cluster runs already at {state.grpc} (pid {state.pid}); stop it with `pdserve down`")
+    _exit_on_signals()
+    if not json_output:
+        _print_config(config)
     command = [sys.executable, "-m", "deploy.cli", *(a for a in arguments if a != "--detach")]
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
@@ -277,7 +283,7 @@ def _start_detached(config: Config, arguments: list[str], json_output: bool) -> 
         )
         try:
             info = _wait_healthy(process, runtime, config.cluster.start_timeout_s + 30.0)
-        except Unavailable:
+        except BaseException:  # a signal too: nobody would know of the cluster
             process.terminate()
             raise
         if info is None:
@@ -337,7 +343,9 @@ def _status_object(info: ServerInfo) -> dict[str, Any]:
 def _print_status(info: ServerInfo) -> None:
     _out.print(f"model {info.model}  grpc {info.grpc_address}  sessions {info.session_address}")
     headings = ("worker", "role", "pid", "state", "queue", "requests", "free", "cached", "leased")
-    table = Table(*headings, box=box.SIMPLE)
+    table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in headings:
+        table.add_column(heading, no_wrap=True)
     for worker in info.workers:
         counts = (worker.pid, worker.state, worker.queue, worker.requests)
         blocks = (worker.blocks.free, worker.blocks.cached, worker.blocks.leased)

@@ -238,8 +238,11 @@ def _reserve_ports(config: Config) -> list[tuple[PortReservation, PortReservatio
 
 def _resolve_threads(config: Config) -> Config:
     """threads = 0 becomes this machine's cores shared out among the workers."""
+    cores = len(os.sched_getaffinity(0))
+    if config.engine.threads > cores:
+        raise ConfigError(f"engine.threads = {config.engine.threads}: this machine has {cores} cores")
     if config.engine.threads:
         return config
     workers = config.cluster.prefill + config.cluster.decode
-    threads = max(1, len(os.sched_getaffinity(0)) // workers)
+    threads = max(1, cores // workers)
     return replace(config, engine=replace(config.engine, threads=threads))

@@ -19,6 +19,7 @@ KERNELS = ("auto", "cpu", "reference")
 NETWORKS = ("ipc", "tcp")
 PAYLOADS = ("auto", "inline", "shared", "gloo", "nccl")
 TRANSFER_MODES = ("layerwise", "chunkwise", "whole")
+_MAX_PORT = 65535
 CPU_PATHS = ("auto", "amx", "avx512", "avx2", "portable")
 
 
@@ -141,6 +142,12 @@ class Config:
         ):
             if value not in allowed:
                 raise ConfigError(f"{source}: {name} = {value!r}: must be one of {', '.join(allowed)}")
+        for name, port in (
+            ("router.grpc_port", self.router.grpc_port),
+            ("router.session_port", self.router.session_port),
+        ):
+            if port + self.cluster.routers - 1 > _MAX_PORT:
+                raise ConfigError(f"{source}: {name} = {port}: must be at most {_MAX_PORT}, the last router's too")
         for name, number, low in (
             ("engine.threads", self.engine.threads, 0),
             ("engine.block_tokens", self.engine.block_tokens, 1),

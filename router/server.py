@@ -48,6 +48,7 @@ from router.text import Tokenizer
 _log = logs.logger("router")
 
 _TICK_S = 0.05
+_STALL_S = 0.25  # between two ticks: more says that the router itself got no processor
 _SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 _HEALTH_SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _SERVER_OPTIONS = (
@@ -154,9 +155,14 @@ class Router:
         return f"{self._config.host}:{bound}"
 
     async def _tick_forever(self) -> None:
+        last = self._clock.now()
         while True:
             await asyncio.sleep(_TICK_S)
             now = self._clock.now()
+            if now - last > _STALL_S:
+                _log.warning("this router was stalled", seconds=round(now - last, 3))
+                self._membership.excuse(now - last)
+            last = now
             for incarnation in self._membership.expire(now):
                 self._lose(incarnation, "no renewal in time")
             self._perform(self._dispatch.tick(now))
