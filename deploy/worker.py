@@ -75,9 +75,10 @@ class Worker:
         )
         self._sessions = WorkerSessions(spec.router_addresses, self.info, self, lambda: self.load)
         max_queued = config.engine.max_queued
-        self._prefill = PrefillService(self._engine, self._link, self._sessions, self._trace, max_queued)
+        self._prefill = PrefillService(self._engine, self._link, self._sessions.reports, self._trace, max_queued)
         ladder = Ladder(LadderLimits.from_config(config.transfer))
-        self._decode = DecodeService(self._engine, self._link, self._sessions, ladder, SystemClock(), max_queued)
+        reports = self._sessions.reports
+        self._decode = DecodeService(self._engine, self._link, reports, ladder, SystemClock(), max_queued)
         self._stopping = threading.Event()
         self._engine_thread = threading.Thread(target=self._step_forever, name="engine", daemon=True)
 
