@@ -1,0 +1,144 @@
+"""Clients: each makes one request, may change its mind, and goes to another router when it loses its own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from bench.simulation.network import Fabric, Wire
+from bench.simulation.oracle import Script, Violation
+from bench.simulation.router import RouterStream, SimulatedRouter
+from bench.simulation.timeline import Process
+from pdserve.errors import Cancelled, PdserveError, ResourceExhausted, Unavailable
+from pdserve.types import Finish, FinishReason, SamplingParams
+from router.dispatch import Accept, End, Request
+
+_RETRY_S = 0.1
+STOP_TEXT = "stop"
+# How a request may end badly: everything else would be a bug of ours or blame the client for what it did not do.
+_ALLOWED_ERRORS = (Cancelled, ResourceExhausted, Unavailable)
+
+
+@dataclass(frozen=True, slots=True)
+class JobPlan:
+    """One request. `stop_at`: one of its stop ids is the oracle's output token with this number. `text_stop_at`: the
+    router finds a stop string once it has this many tokens. `leaves_after_s`: the client goes away then."""
+
+    request_id: str
+    submit_s: float
+    prompt_count: int
+    params: SamplingParams
+    stop_at: int | None = None
+    text_stop_at: int | None = None
+    leaves_after_s: float | None = None
+
+
+class Job:
+    """A client with its request. `outcome` is what it ended with, once."""
+
+    def __init__(
+        self,
+        plan: JobPlan,
+        script: Script,
+        client: Process,
+        fabric: Fabric,
+        rng: random.Random,
+        routers: Callable[[], list[SimulatedRouter]],
+    ) -> None:
+        self.plan = plan
+        self.script = script
+        self.outcome: Finish | PdserveError | None = None
+        self.exact = True
+        self.calls = 0
+        self.attempts = 0
+        self._received: list[int] = []
+        self._client = client
+        self._fabric = fabric
+        self._rng = rng
+        self._routers = routers
+        self._call: _Call | None = None
+
+    def start(self) -> None:
+        """Call a router, or wait for one."""
+        if self.outcome is not None:
+            return
+        routers = self._routers()
+        if not routers:
+            self._client.after(_RETRY_S, "client retries", self.start)
+            return
+        self.calls += 1
+        self._received = []
+        self._call = _Call(self, self._rng.choice(routers), self._client, self._fabric)
+        if self.plan.leaves_after_s is not None and self.calls == 1:
+            self._client.after(self.plan.leaves_after_s, "client leaves", self.leave)
+
+    def leave(self) -> None:
+        """The client goes away, or its deadline has passed: the call is abandoned, whatever its state."""
+        if self.outcome is None and self._call is not None:
+            self._call.abandon()
+            self._end(Cancelled("the client went away"))
+
+    def on_event(self, call: _Call, event: Accept | End) -> None:
+        if call is not self._call or self.outcome is not None:
+            return
+        if isinstance(event, Accept):
+            self._received += [token.token_id for token in event.tokens]
+            return
+        self.exact, self.attempts = event.exact, event.attempts
+        self._check(event.outcome)
+        self._end(event.outcome)
+
+    def on_lost(self, call: _Call) -> None:
+        if call is self._call and self.outcome is None:
+            self._client.after(self._rng.uniform(0.0, _RETRY_S), "client goes on", self.start)
+
+    def _end(self, outcome: Finish | PdserveError) -> None:
+        if self.outcome is not None:
+            raise Violation(f"{self.plan.request_id} ended twice: {self.outcome} and {outcome}")
+        self.outcome = outcome
+
+    def _check(self, outcome: Finish | PdserveError) -> None:
+        name, received = self.plan.request_id, tuple(self._received)
+        if isinstance(outcome, PdserveError):
+            if not isinstance(outcome, _ALLOWED_ERRORS):
+                raise Violation(f"{name} ended with {outcome!r}")
+        elif outcome.stop is not None:
+            if len(received) < (self.plan.text_stop_at or 0):
+                raise Violation(f"{name} was stopped by its text after {len(received)} tokens")
+        elif received != self.script.output_ids or outcome != self.script.finish:
+            right = self.script.output_ids, self.script.finish
+            raise Violation(f"{name} got {received} and {outcome}, the oracle says {right}")
+        if not self.exact:
+            raise Violation(f"{name} is said to be inexact, and all workers are alike")
+
+
+class _Call:
+    """One call of a job at one router."""
+
+    def __init__(self, job: Job, router: SimulatedRouter, client: Process, fabric: Fabric) -> None:
+        self._job = job
+        self._router = router
+        self._client = client
+        self._wire = Wire(fabric, client, router.process, self._closed)
+        self._stream = RouterStream(job.script, self._wire, router.process, lambda event: job.on_event(self, event))
+        script = job.script
+        request = Request(script.request_id, script.prompt_ids, script.params)
+        if job.plan.text_stop_at is not None:  # the front looks for stop strings in what comes
+            self._stream.watch(job.plan.text_stop_at, self._found_stop)
+        self._wire.send(client, "generate", lambda: router.generate(request, self._stream))
+
+    def abandon(self) -> None:
+        self._wire.close(self._client)
+
+    def _closed(self, end: Process) -> None:
+        if end is self._client:
+            self._job.on_lost(self)
+        else:
+            self._router.control.abandon(self._stream)
+
+    def _found_stop(self) -> None:
+        finish = Finish(FinishReason.STOP, stop=STOP_TEXT)
+        self._router.process.after(
+            0.0, "stop string", lambda: self._router.control.finish(self._job.plan.request_id, finish)
+        )
