@@ -104,9 +104,9 @@ class Control:
 
     def worker_joined(self, session: Session) -> None:
         info, now = session.info, self._clock.now()
-        former = self._sessions.pop(info.incarnation, None)
-        if former is not None:
-            former.close()
+        if info.incarnation in self._sessions:  # it noticed the end of its session first, and has dropped everything
+            self.membership.leave(info.incarnation)
+            self._lose(info.incarnation, "it came back over another session")
         for replaced in self.membership.join(info, now):
             self._lose(replaced, f"replaced by {info.incarnation}")
         self._sessions[info.incarnation] = session

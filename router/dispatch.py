@@ -175,6 +175,7 @@ class Dispatch:
         self._policy = policy
         self._config = config
         self._requests: dict[str, _InFlight] = {}
+        self._attempts = 0  # made so far, of all requests: a request id may come again, an owner may not
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -317,7 +318,8 @@ class Dispatch:
                 entry.deadline = now + self._config.placement_timeout_ms / 1000
             return []
         entry.attempts += 1
-        owner = Owner(entry.request.tenant, entry.request.request_id, self._incarnation, entry.attempts)
+        self._attempts += 1
+        owner = Owner(entry.request.tenant, entry.request.request_id, self._incarnation, self._attempts)
         entry.attempt = _Attempt(owner, decode)
         self._note_output(entry, decode)
         local = self._policy.choose_prefill(wish, candidates) is None

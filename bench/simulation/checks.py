@@ -17,7 +17,7 @@ _MAX_UNREAD = 10_000
 def check_worker(worker: SimulatedWorker) -> None:
     """The pool's books, the blocks of transfers under way, the limits of all queues, and nobody's bug swallowed."""
     worker.engine.pool.check_integrity()
-    exchange, name = worker.link._exchange, worker.process.name
+    name = worker.process.name
     for owner, kv in _views(worker):
         leased = worker.engine.pool.leased_to(owner)
         if not set(kv.blocks) <= set(leased):

@@ -10,7 +10,7 @@ from bench.simulation.network import Fabric, Wire
 from bench.simulation.oracle import Script, Violation
 from bench.simulation.router import RouterStream, SimulatedRouter
 from bench.simulation.timeline import Process
-from pdserve.errors import Cancelled, PdserveError, ResourceExhausted, Unavailable
+from pdserve.errors import AlreadyExists, Cancelled, PdserveError, ResourceExhausted, Unavailable
 from pdserve.types import Finish, FinishReason, SamplingParams
 from router.dispatch import Accept, End, Request
 
@@ -23,7 +23,8 @@ _ALLOWED_ERRORS = (Cancelled, ResourceExhausted, Unavailable)
 @dataclass(frozen=True, slots=True)
 class JobPlan:
     """One request. `stop_at`: one of its stop ids is the oracle's output token with this number. `text_stop_at`: the
-    router finds a stop string once it has this many tokens. `leaves_after_s`: the client goes away then."""
+    router finds a stop string once it has this many tokens. `leaves_after_s`: the client goes away then, and comes back
+    with the same request after `returns_after_s`, if that is set."""
 
     request_id: str
     submit_s: float
@@ -32,6 +33,7 @@ class JobPlan:
     stop_at: int | None = None
     text_stop_at: int | None = None
     leaves_after_s: float | None = None
+    returns_after_s: float | None = None
 
 
 class Job:
@@ -75,15 +77,23 @@ class Job:
 
     def leave(self) -> None:
         """The client goes away, or its deadline has passed: the call is abandoned, whatever its state."""
-        if self.outcome is None and self._call is not None:
-            self._call.abandon()
+        if self.outcome is not None or self._call is None:
+            return
+        self._call.abandon()
+        self._call = None
+        if self.plan.returns_after_s is None:
             self._end(Cancelled("the client went away"))
+        else:
+            self._client.after(self.plan.returns_after_s, "client returns", self.start)
 
     def on_event(self, call: _Call, event: Accept | End) -> None:
         if call is not self._call or self.outcome is not None:
             return
         if isinstance(event, Accept):
             self._received += [token.token_id for token in event.tokens]
+            return
+        if isinstance(event.outcome, AlreadyExists) and self.calls > 1:  # the router has not noticed the end of a call
+            self._client.after(_RETRY_S, "client retries", self.start)
             return
         self.exact, self.attempts = event.exact, event.attempts
         self._check(event.outcome)
@@ -126,7 +136,7 @@ class _Call:
         request = Request(script.request_id, script.prompt_ids, script.params)
         if job.plan.text_stop_at is not None:  # the front looks for stop strings in what comes
             self._stream.watch(job.plan.text_stop_at, self._found_stop)
-        self._wire.send(client, "generate", lambda: router.generate(request, self._stream))
+        self._wire.send(client, "generate", lambda: router.generate(request, self._stream), script.request_id)
 
     def abandon(self) -> None:
         self._wire.close(self._client)

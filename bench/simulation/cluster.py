@@ -73,6 +73,7 @@ class Cluster:
         self._run_until(lambda: all(job.outcome is not None for job in late), _END_S, "the end of the late requests")
         self._run_until(lambda: not self._held(), _REST_S, "the return of everything that was held")
         self._check_outcomes(late)
+        self._note_counts()
 
     # The loop.
 
@@ -143,6 +144,14 @@ class Cluster:
         if self.scenario.calm and (self.counts["another sender"] or self.counts["local prefill"]):
             raise Violation("a transfer lost its sender, and nothing was wrong")
 
+    def _note_counts(self) -> None:
+        for worker in self._workers.values():
+            worker.note_counts()
+        for job in self.jobs:
+            self.counts[type(job.outcome).__name__] += 1
+            self.counts["attempt made again"] += max(job.attempts - 1, 0)
+            self.counts["call made again"] += job.calls - 1
+
     # What it is made of.
 
     def _job(self, plan: JobPlan, submit_s: float) -> Job:
@@ -196,6 +205,9 @@ class Cluster:
                 for wire in list(part.process.wires):
                     if wire.joins(fault.other):
                         wire.break_()
+            case FaultKind.ERROR:
+                if fault.host in self._workers:
+                    self._workers[fault.host].engine.fail_next_step()
             case FaultKind.PART:
                 self._fabric.part(fault.host, fault.other, fault.duration_s)
             case FaultKind.SLOW:

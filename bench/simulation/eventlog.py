@@ -5,10 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 
 from bench.simulation.timeline import Event
+from kvtransfer.frames import FrameError, decode
+from kvtransfer.transports.base import Message
 from pdserve.clock import Clock, ManualClock
+from pdserve.rpc import cluster_pb2 as pb
 
+_SHOWN = frozenset(("epoch", "layer", "token_start", "token_stop", "spent", "total", "reply", "ranges", "message"))
 _PRODUCT = logging.getLogger("pdserve")
 
 
@@ -22,7 +27,7 @@ class EventLog:
 
     def event(self, event: Event) -> None:
         if self.on:
-            self.write(event.process.name if event.process else "world", event.label)
+            self.write(event.process.name if event.process else "world", f"{event.label} {_describe(event.detail)}")
 
     def write(self, who: str, what: str) -> None:
         if self.on:
@@ -42,6 +47,43 @@ class EventLog:
             _PRODUCT.removeHandler(handler)
             _PRODUCT.setLevel(level)
             _PRODUCT.propagate = propagate
+
+
+def _describe(detail: object) -> str:
+    match detail:
+        case None:
+            return ""
+        case pb.WorkerMessage() | pb.RouterMessage():
+            return _describe_message(detail)
+        case Message():
+            return f"{_describe_frame(detail)} from {detail.peer.decode()[1:].removeprefix('simulated://')}"
+    return str(detail)
+
+
+def _describe_message(message: pb.WorkerMessage | pb.RouterMessage) -> str:
+    body = getattr(message, message.WhichOneof("message") or "")
+    if isinstance(body, pb.Tokens):
+        return ", ".join(f"{_owner(item.owner)} +{len(item.tokens)} at {item.first_position}" for item in body.batch)
+    owner = getattr(body, "owner", None) or getattr(getattr(body, "sequence", None), "owner", None)
+    fields = ("epoch", "local_prefill", "reason", "finish_reason", "error_code", "error_message")
+    known = {name: getattr(body, name) for name in fields if getattr(body, name, "")}
+    if isinstance(body, pb.StartPrefill):
+        known["epoch"] = body.ticket.epoch
+    return f"{_owner(owner) if owner else ''} {' '.join(f'{name}={value}' for name, value in known.items())}"
+
+
+def _owner(owner: pb.Owner) -> str:
+    return f"{owner.request_id}@{owner.router}/{owner.attempt}"
+
+
+def _describe_frame(message: Message) -> str:
+    try:
+        frame = decode(message.parts).frame
+    except FrameError as error:
+        return f"damaged ({error})"
+    values = {field.name: getattr(frame, field.name) for field in fields(frame) if field.name in _SHOWN}
+    shown = " ".join(f"{name}={value}" for name, value in values.items())
+    return f"{type(frame).__name__.upper()} {frame.transfer.hex()[:6]} {shown}"
 
 
 class _Lines(logging.Handler):

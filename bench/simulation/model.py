@@ -17,7 +17,7 @@ from bench.simulation.oracle import EOS, VOCAB_SIZE, Oracle, Script, Violation
 from engine.blocks import BlockPool
 from engine.engine import Engine
 from engine.kv_store import SequenceKV
-from engine.sequence import Sequence
+from engine.sequence import Phase, Sequence
 from kernels.ops import AfterLayer, CacheShape, SequenceRows, StepBatch
 from kvtransfer.layout import KVLayout
 from pdserve.config import EngineConfig
@@ -79,9 +79,13 @@ class OracleDecoder:
         self._oracle = oracle
         self._block_tokens = store.shape.block_tokens
         self._between_layers = between_layers
+        self.broken = False  # the next pass raises
 
     def forward(self, batch: StepBatch, cache: np.ndarray, after_layer: AfterLayer | None = None) -> Logits:
         parts = [(rows, self._slots(rows), self._script(rows, batch, cache)) for rows in batch.sequences]
+        if self.broken:
+            self.broken = False
+            raise RuntimeError("a step that was meant to fail")
         for layer in range(LAYERS):
             for rows, slots, script in parts:
                 stop = rows.start + rows.count
@@ -134,6 +138,7 @@ class SimulatedEngine(Engine):
     ) -> None:
         store = TagStore(block_count, config.block_tokens)
         decoder = OracleDecoder(oracle, store, between_layers)
+        self.preemptions = 0
         super().__init__(decoder, store, config, max_model_len=block_count * config.block_tokens)  # type: ignore[arg-type]
         self._oracle = oracle
         self._pool.give_back = self._give_back_wiped  # type: ignore[method-assign]
@@ -141,6 +146,9 @@ class SimulatedEngine(Engine):
     @property
     def pool(self) -> BlockPool:
         return self._pool
+
+    def fail_next_step(self) -> None:
+        self.decoder.broken = True
 
     @property
     def has_commands(self) -> bool:
@@ -151,6 +159,7 @@ class SimulatedEngine(Engine):
 
     def _give_back_wiped(self, owner: Owner) -> int:
         blocks = self._pool.leased_to(owner)
+        self.preemptions += self._sequences[owner].phase is not Phase.ENDED
         freed = BlockPool.give_back(self._pool, owner)
         self.store.wipe([block for block in blocks if self._pool._references[block] == 0])
         return freed

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from bench.simulation.timeline import Process, Timeline
 from kvtransfer.transports.base import Event, Message, Part, Peer
 
-_TCP_NOTICE_S = 0.002
+_NOTICE_S = (0.001, 0.05, 0.6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +75,11 @@ class Wire:
         for end in self._ends:
             end.wires.append(self)
 
-    def send(self, sender: Process, label: str, deliver: Callable[[], None]) -> None:
+    def send(self, sender: Process, label: str, deliver: Callable[[], None], detail: object = None) -> None:
         """Have `deliver` called at the other end, after everything sent before; never if the connection ends first."""
         if sender not in self._closed:
             self.unread[self._peer(sender)] += 1
-            self._arrive(self._peer(sender), label, lambda: self._deliver(self._peer(sender), deliver))
+            self._arrive(self._peer(sender), label, lambda: self._deliver(self._peer(sender), deliver), detail)
 
     def close(self, closer: Process) -> None:
         """End it from this side: what was sent before still arrives, what comes is not read."""
@@ -93,10 +93,11 @@ class Wire:
         return any(end.host == host for end in self._ends)
 
     def break_(self) -> None:
-        """A reset: both ends learn of it, and what is on its way is lost."""
+        """A reset: both ends learn of it, each in its own time, and what is on its way is lost."""
         self._lost = True
         for end in self._ends:
-            self._fabric.timeline.after(_TCP_NOTICE_S, "connection reset", lambda end=end: self._end(end), end)
+            notice_s = self._fabric.rng.choice(_NOTICE_S)
+            self._fabric.timeline.after(notice_s, "connection reset", lambda end=end: self._end(end), end)
 
     def lose(self) -> None:
         """Nothing that is on its way arrives any more."""
@@ -105,11 +106,11 @@ class Wire:
     def _peer(self, end: Process) -> Process:
         return self._ends[1] if end is self._ends[0] else self._ends[0]
 
-    def _arrive(self, end: Process, label: str, call: Callable[[], None]) -> None:
+    def _arrive(self, end: Process, label: str, call: Callable[[], None], detail: object = None) -> None:
         sender = self._peer(end)
         start = max(self._fabric.timeline.now(), self._fabric.parted_until(sender.host, end.host))
         self._arrival[end] = max(self._arrival[end], start + self._fabric.delay(sender.host, end.host))
-        self._fabric.timeline.at(self._arrival[end], label, call, end)
+        self._fabric.timeline.at(self._arrival[end], label, call, end, detail)
 
     def _deliver(self, end: Process, deliver: Callable[[], None]) -> None:
         self.unread[end] -= 1
@@ -138,7 +139,6 @@ class KvNetwork:
     def __init__(self, fabric: Fabric) -> None:
         self._fabric = fabric
         self._transports: dict[str, SimulatedTransport] = {}
-        self.on_arrival: Callable[[SimulatedTransport, Message], None] = lambda transport, message: None
 
     def transport(self, process: Process, wake: Callable[[], None]) -> SimulatedTransport:
         transport = SimulatedTransport(self, process, wake)
@@ -161,10 +161,11 @@ class KvNetwork:
             if rng.random() < conditions.late:
                 delay_s += rng.uniform(0.0, conditions.late_s)
             arriving = self._damaged(message) if rng.random() < conditions.damaged else message
-            receiver.process.after(delay_s, "frame", lambda arriving=arriving: self._arrive(receiver, arriving))
+            receiver.process.after(
+                delay_s, "frame", lambda arriving=arriving: self._arrive(receiver, arriving), arriving
+            )
 
     def _arrive(self, receiver: SimulatedTransport, message: Message) -> None:
-        self.on_arrival(receiver, message)
         receiver.arrived.append(message)
         receiver.wake()
 

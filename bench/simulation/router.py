@@ -78,12 +78,13 @@ class RouterStream:
             self._check(tuple(token.token_id for token in event.tokens))
         else:
             self.ended = True
-        self._wire.send(self._router, "event", lambda: self._on_event(event))
+        self._wire.send(self._router, "event", lambda: self._on_event(event), event)
 
     def refuse(self, error: PdserveError) -> None:
         """The call itself failed: there is no stream."""
         self.ended = True
-        self._wire.send(self._router, "event", lambda: self._on_event(End(self.request_id, error, 0, True)))
+        end = End(self.request_id, error, attempts=0, exact=True)
+        self._wire.send(self._router, "event", lambda: self._on_event(end), end)
 
     def _check(self, token_ids: tuple[int, ...]) -> None:
         first, last = self._accepted, self._accepted + len(token_ids)

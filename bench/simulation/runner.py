@@ -75,8 +75,6 @@ def simulate(seed: int, *, log: bool = False) -> Outcome:
             if log:
                 raise
     counts = cluster.counts if cluster is not None else Counter()
-    if cluster is not None:
-        counts.update(type(job.outcome).__name__ for job in cluster.jobs)
     outcome = Outcome(seed, cluster.events if cluster is not None else 0, problem, counts, events.lines)
     if problem is not None:
         print(outcome, flush=True)

@@ -20,9 +20,10 @@ _FIRST_BUSY_S = 0.5  # by then everybody has joined
 class FaultKind(StrEnum):
     CRASH = "crash"  # a process dies, and starts again later
     FREEZE = "freeze"  # a process stops, and goes on later
-    CUT = "cut"  # a worker's connections to a router are reset
+    CUT = "cut"  # the connections between two hosts are reset
     PART = "part"  # nothing passes between two hosts for a while
     SLOW = "slow"  # everything between two hosts takes long for a while
+    ERROR = "error"  # a worker's next step raises
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +61,9 @@ def draw(seed: int) -> Scenario:
     calm = rng.random() < _CALM_SHARE
     block_tokens = rng.choice((2, 4, 8))
     longest = rng.choice((24, 48, 72))
-    workers = _workers(rng, block_tokens, longest)
+    workers = _workers(rng, block_tokens, longest, calm)
     routers = tuple(f"router-{i}" for i in range(rng.choice((1, 1, 2))))
-    job_count = rng.randint(3, 12)
+    job_count = 10 if calm else rng.randint(3, 12)
     engine = EngineConfig(
         block_tokens=block_tokens,
         max_step_tokens=rng.choice((4, 8, 32)),
@@ -76,7 +77,7 @@ def draw(seed: int) -> Scenario:
         workers=workers,
         conditions=Conditions() if calm else _conditions(rng),
         engine=engine,
-        transfer=_transfer(rng),
+        transfer=_transfer(rng, calm),
         router=RouterConfig(
             max_attempts=rng.choice((5, 8)),
             placement_timeout_ms=4_000,
@@ -91,12 +92,12 @@ def draw(seed: int) -> Scenario:
     )
 
 
-def _workers(rng: random.Random, block_tokens: int, longest: int) -> tuple[WorkerPlan, ...]:
+def _workers(rng: random.Random, block_tokens: int, longest: int, calm: bool) -> tuple[WorkerPlan, ...]:
     """Pools from "just one of the longest" to "all of them"."""
 
     def plan(role: Role, index: int) -> WorkerPlan:
         blocks = -(-longest // block_tokens) + 1
-        slow = rng.random() < 0.15
+        slow = rng.random() < (0.5 if calm else 0.15)
         return WorkerPlan(
             worker_id=f"{role.value}-{index}",
             role=role,
@@ -109,13 +110,14 @@ def _workers(rng: random.Random, block_tokens: int, longest: int) -> tuple[Worke
     return (*prefill, *decode)
 
 
-def _transfer(rng: random.Random) -> TransferConfig:
+def _transfer(rng: random.Random, calm: bool) -> TransferConfig:
+    """Where nothing fails, tickets are short: they must live by being renewed."""
     frame_bytes = TOKEN_BYTES * rng.choice((3, 8, 64))
     return TransferConfig(
         window_bytes=frame_bytes * rng.choice((1, 2, 8)),
         max_frame_bytes=frame_bytes,
-        ticket_ttl_ms=600,
-        ping_interval_ms=100,
+        ticket_ttl_ms=200 if calm else 600,
+        ping_interval_ms=50 if calm else 100,
         deadline_ms=8_000,
         max_renewals=rng.choice((0, 1, 2)),
         renewal_failures=2,
@@ -136,10 +138,9 @@ def _conditions(rng: random.Random) -> Conditions:
 
 
 def _job(rng: random.Random, request_id: str, longest: int, patient: bool) -> JobPlan:
-    prompt_count = rng.randint(1, longest - 1)
-    max_tokens = rng.choice((1, 2, rng.randint(1, 40)))
-    max_tokens = min(max_tokens, longest - prompt_count)
-    chance = rng.random()
+    prompt_count = rng.choice((rng.randint(1, longest - 1), rng.randint(1, longest // 4)))
+    max_tokens = min(rng.choice((1, 2, rng.randint(1, 40), 40)), longest - prompt_count)
+    leaves = not patient and rng.random() < 0.25
     return JobPlan(
         request_id=request_id,
         submit_s=_FIRST_BUSY_S + rng.choice((0.0, rng.uniform(0.0, 0.6))),
@@ -147,7 +148,8 @@ def _job(rng: random.Random, request_id: str, longest: int, patient: bool) -> Jo
         params=SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=rng.random() < 0.5),
         stop_at=rng.randrange(max_tokens) if rng.random() < 0.2 else None,
         text_stop_at=rng.randint(1, max_tokens) if rng.random() < 0.15 else None,
-        leaves_after_s=None if patient or chance > 0.2 else rng.choice((0.0, rng.uniform(0.0, 0.3), 1.0)),
+        leaves_after_s=rng.choice((0.0, rng.uniform(0.0, 0.3), 1.0)) if leaves else None,
+        returns_after_s=rng.choice((0.0, 0.005, 0.2)) if leaves and rng.random() < 0.5 else None,
     )
 
 
@@ -162,7 +164,7 @@ def _faults(rng: random.Random, workers: list[str], routers: tuple[str, ...], jo
             host = rng.choice(workers)
         others = [other for other in (*workers, *routers) if other != host]
         if kind is FaultKind.CUT:
-            others = list(routers)
+            host, others = rng.choice(routers), [*workers, "client"]
         at_event = faults[-1].at_event if faults and rng.random() < 0.15 else rng.randrange(span)
         faults.append(
             Fault(

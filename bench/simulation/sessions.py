@@ -63,7 +63,7 @@ class WorkerEnd:
 
     def send(self, message: pb.WorkerMessage) -> None:
         label = message.WhichOneof("message") or ""
-        self.wire.send(self._worker.process, label, lambda: self._other.on_message(message))
+        self.wire.send(self._worker.process, label, lambda: self._other.on_message(message), message)
 
     def on_message(self, message: pb.RouterMessage) -> None:
         if self._over:
@@ -142,7 +142,7 @@ class RouterEnd:
 
     def send(self, message: pb.RouterMessage) -> None:
         label = message.WhichOneof("message") or ""
-        self._wire.send(self._router.process, label, lambda: self._other.on_message(message))
+        self._wire.send(self._router.process, label, lambda: self._other.on_message(message), message)
 
     def close(self) -> None:
         """Nothing that comes is handled any more; the rest happens in an event of its own, as a task's end does."""

@@ -16,11 +16,12 @@ Call = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """`process` is who it happens to, `label` what a log calls it."""
+    """`process` is who it happens to, `label` what a log calls it, `detail` what it brings, for a log to describe."""
 
     process: Process | None
     label: str
     call: Call
+    detail: object = None
 
 
 class Timeline:
@@ -34,9 +35,9 @@ class Timeline:
     def now(self) -> float:
         return self._now
 
-    def at(self, time_s: float, label: str, call: Call, process: Process | None = None) -> None:
+    def at(self, time_s: float, label: str, call: Call, process: Process | None = None, detail: object = None) -> None:
         self._planned += 1
-        heapq.heappush(self._events, (max(time_s, self._now), self._planned, Event(process, label, call)))
+        heapq.heappush(self._events, (max(time_s, self._now), self._planned, Event(process, label, call, detail)))
 
     def after(self, delay_s: float, label: str, call: Call, process: Process | None = None) -> None:
         self.at(self._now + delay_s, label, call, process)
@@ -68,11 +69,11 @@ class Process:
             self._held.append(event)
         return self.alive and not self.frozen
 
-    def at(self, time_s: float, label: str, call: Call) -> None:
-        self.timeline.at(time_s, label, call, self)
+    def at(self, time_s: float, label: str, call: Call, detail: object = None) -> None:
+        self.timeline.at(time_s, label, call, self, detail)
 
-    def after(self, delay_s: float, label: str, call: Call) -> None:
-        self.timeline.after(delay_s, label, call, self)
+    def after(self, delay_s: float, label: str, call: Call, detail: object = None) -> None:
+        self.timeline.at(self.timeline.now() + delay_s, label, call, self, detail)
 
     def freeze(self) -> None:
         """As SIGSTOP."""
@@ -83,7 +84,7 @@ class Process:
         self.frozen = False
         held, self._held = self._held, []
         for event in held:
-            self.at(self.timeline.now(), event.label, event.call)
+            self.at(self.timeline.now(), event.label, event.call, event.detail)
 
     def kill(self) -> None:
         """As SIGKILL."""

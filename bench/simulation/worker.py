@@ -12,6 +12,7 @@ from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 from functools import partial
 
+from bench.simulation import fences
 from bench.simulation.model import LAYOUT, SimulatedEngine
 from bench.simulation.network import Fabric, KvNetwork, kill
 from bench.simulation.oracle import EOS, Oracle, Violation
@@ -81,6 +82,7 @@ class SimulatedWorker:
             max_transfers=engine_config.max_queued,
             random_bytes=self._rng.randbytes,
         )
+        fences.watch(self.link._exchange)
         ladder = Ladder(LadderLimits.from_config(transfer_config))
         self.prefill = PrefillService(
             self.engine, self.link, Reports(partial(self._report, "prefill")), Trace(capacity=1), self.max_queued
@@ -242,6 +244,20 @@ class SimulatedWorker:
         """As SIGKILL. `lose`: together with what it had not got rid of."""
         kill(self.process, lose=lose)
         self.transport.close()
+        self.note_counts()
+
+    def note_counts(self) -> None:
+        """Add what this start of the worker met to the run's counts."""
+        stats = self.link.stats()
+        self.counts.update(
+            {
+                "preemption": self.engine.preemptions,
+                "frame sent again": stats.frames_resent,
+                "frame refused": stats.frames_refused,
+                "damaged payload": stats.checksum_failures,
+                "transfer failed": stats.transfers_failed,
+            }
+        )
 
     def at_rest(self) -> list[str]:
         """What is still held or under way; nothing, when all is quiet."""
