@@ -23,6 +23,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from deploy import bench_cli
 from deploy.runtime import RuntimeDirectory
 from pdserve import logs
 from pdserve.client import Client, Result
@@ -35,6 +36,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench_cli.app, name="bench")
 _out = Console(highlight=False)
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _err = Console(stderr=True, highlight=False, soft_wrap=True)

@@ -190,6 +190,15 @@ class CpuKernels:
         self._check(outcome)
         return logits, finite
 
+    def read_rate(self, memory: torch.Tensor, repeats: int = 10) -> float:
+        """Bytes a second of the fastest of `repeats` plain reads of `memory` on all threads: the machine's limit."""
+        return self._library.pdk_read_rate(self._pool, memory.data_ptr(), memory.nbytes, repeats)
+
+    def product_rate(self, dtype: torch.dtype, repeats: int = 10) -> float:
+        """Floating point operations a second of the fastest of `repeats` runs of a product that stays in the nearest
+        caches, on all threads: this path's limit."""
+        return self._library.pdk_product_rate(self._path, self._pool, _DTYPES[dtype], repeats)
+
     def _choose(self, path: str) -> str:
         wanted = PATHS if path == "auto" else (path,)
         for name in wanted:

@@ -1,0 +1,195 @@
+"""`pdserve bench engine`: one engine in one process, without Ray, router or wire.
+
+Decode at several batch sizes (128 tokens in, 128 out) and prefill of 1,024 tokens, for each thread count. A row's time
+is the median over its steps, or over its repetitions for prefill. `bandwidth_share` is what a decode step has to read
+at least (weights and KV) by the time it took and the rate of the fastest plain read of a buffer as large as the weights
+with as many threads, measured in the same run.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from bench.background import EchoTraffic
+from bench.machine import Limits, measure_limits
+from engine.build import build_engine
+from engine.engine import Engine
+from engine.sequence import Sequence
+from kernels.cpu.table import CpuKernels
+from kernels.ops import AfterLayer, StepBatch
+from model.decoder import Decoder
+from pdserve.config import EngineConfig
+from pdserve.errors import InternalError, PdserveError
+from pdserve.types import Finish, Owner, SampledToken, SamplingParams
+
+PROMPT_TOKENS, OUTPUT_TOKENS = 128, 128
+PREFILL_TOKENS, PREFILL_REPEATS = 1024, 10
+BATCHES = (1, 8, 32)
+_STEP_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRow:
+    """`name`: decode or prefill. `spread_ms`: 10th and 90th percentile of step_ms.
+
+    `bandwidth_share`: of the read rate that a batch-1 decode step uses. `outside_share`: of a decode step's time that
+    is not the forward pass: planning, sampling, reporting.
+    """
+
+    name: str
+    batch: int
+    threads: int
+    tokens_per_s: float
+    step_ms: float
+    spread_ms: tuple[float, float]
+    bandwidth_share: float | None = None
+    outside_share: float | None = None
+    under_load: bool = False
+
+
+def bench_engine(
+    directory: Path, kernels: str, dtype: str, threads: ListLike[int] = (1, 2), under_load: bool = False
+) -> list[EngineRow]:
+    """All rows. `under_load`: each again while a gRPC echo keeps this process's event loop busy."""
+    rows: list[EngineRow] = []
+    for count in threads:
+        config = EngineConfig(threads=count, kv_cache_mb=1024, max_step_tokens=_STEP_TOKENS)
+        built = build_engine(directory, kernels, dtype, config)
+        decoder = built.engine.decoder
+        limits = measure_limits(CpuKernels(), count, decoder.weight_bytes, decoder.dtype)
+        rows += _rows(built.engine, limits, under_load=False)
+        if under_load:
+            with EchoTraffic():
+                rows += _rows(built.engine, limits, under_load=True)
+    return rows
+
+
+def _rows(engine: Engine, limits: Limits, under_load: bool) -> list[EngineRow]:
+    rows = [_decode(engine, batch, limits, under_load) for batch in BATCHES]
+    return [*rows, _prefill(engine, limits.threads, under_load)]
+
+
+def _decode(engine: Engine, batch: int, limits: Limits, under_load: bool) -> EngineRow:
+    sinks = [_Sink() for _ in range(batch)]
+    for sink in sinks:
+        _submit(engine, sink, PROMPT_TOKENS, OUTPUT_TOKENS)
+    while not all(sink.count for sink in sinks):
+        engine.step()
+    steps: list[float] = []
+    outside: list[float] = []
+    with _ForwardClock(engine.decoder) as forward:
+        while not any(sink.outcome for sink in sinks):
+            forward.seconds = 0.0
+            begin = time.perf_counter()
+            engine.step()
+            steps.append(time.perf_counter() - begin)
+            outside.append(1.0 - forward.seconds / steps[-1])
+    _finish(engine)
+    median = statistics.median(steps)
+    context = PROMPT_TOKENS + OUTPUT_TOKENS / 2
+    shape = engine.store.shape
+    kv_bytes = batch * context * shape.block_bytes / shape.block_tokens
+    needed = engine.decoder.weight_bytes + kv_bytes
+    return EngineRow(
+        name="decode",
+        batch=batch,
+        threads=limits.threads,
+        tokens_per_s=batch / median,
+        step_ms=median * 1e3,
+        spread_ms=_spread(steps),
+        bandwidth_share=needed / median / limits.read_rate if batch == 1 else None,
+        outside_share=statistics.median(outside),
+        under_load=under_load,
+    )
+
+
+def _prefill(engine: Engine, threads: int, under_load: bool) -> EngineRow:
+    times: list[float] = []
+    for _ in range(PREFILL_REPEATS):
+        sink = _Sink()
+        _submit(engine, sink, PREFILL_TOKENS, 1)
+        begin = time.perf_counter()
+        _finish(engine)
+        times.append(time.perf_counter() - begin)
+    median = statistics.median(times)
+    return EngineRow(
+        name="prefill",
+        batch=1,
+        threads=threads,
+        tokens_per_s=PREFILL_TOKENS / median,
+        step_ms=median * 1e3,
+        spread_ms=_spread(times),
+        under_load=under_load,
+    )
+
+
+class _ForwardClock:
+    """While entered, adds up the seconds that `decoder.forward` takes."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._forward = decoder.forward
+        self.seconds = 0.0
+
+    def __enter__(self) -> _ForwardClock:
+        self._decoder.forward = self._timed  # type: ignore[method-assign]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        del self._decoder.forward
+
+    def _timed(self, batch: StepBatch, cache: object, after_layer: AfterLayer | None = None) -> torch.Tensor:
+        begin = time.perf_counter()
+        logits = self._forward(batch, cache, after_layer)
+        self.seconds += time.perf_counter() - begin
+        return logits
+
+
+class _Sink:
+    """Counts a sequence's tokens and keeps its end."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.outcome: Finish | PdserveError | None = None
+
+    def on_tokens(self, sequence: Sequence, tokens: ListLike[SampledToken]) -> None:
+        self.count += len(tokens)
+
+    def on_end(self, sequence: Sequence, outcome: Finish | PdserveError | None) -> None:
+        self.outcome = outcome
+        if isinstance(outcome, PdserveError):
+            raise InternalError(f"the benchmark's sequence failed: {outcome}")
+
+    def on_leased(self, sequence: Sequence) -> None: ...
+
+    def on_layer(self, sequence: Sequence, layer: int, start: int, stop: int) -> None: ...
+
+    def on_abort(self, sequence: Sequence, error: PdserveError) -> None: ...
+
+
+def _submit(engine: Engine, sink: _Sink, prompt_tokens: int, output_tokens: int) -> None:
+    numbers = random.Random(id(sink))
+    prompt = [numbers.randrange(engine.decoder.config.vocab_size) for _ in range(prompt_tokens)]
+    params = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True)
+    engine.submit(Sequence(Owner("bench", hex(id(sink)), "bench", 1), prompt, [], params, sink))
+
+
+def _finish(engine: Engine) -> None:
+    engine.step()
+    while not engine.idle():
+        engine.step()
+
+
+def _spread(seconds: ListLike[float]) -> tuple[float, float]:
+    tenths = statistics.quantiles(seconds, n=10)
+    return tenths[0] * 1e3, tenths[-1] * 1e3

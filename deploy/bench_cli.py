@@ -1,0 +1,64 @@
+"""`pdserve bench`: measurements in ratios, as tables for people or one JSON object for programs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(help="Measure against this machine's own limits.", no_args_is_help=True)
+_out = Console(highlight=False)
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object with `rows`.")]
+ThreadsOption = Annotated[list[int], typer.Option("--threads", help="Thread counts; may be repeated.")]
+
+
+@app.command()
+def kernels(threads: ThreadsOption = [1, 2], json_output: JsonOption = False) -> None:  # noqa: B006 - typer's way
+    """Each operation in the embedded model's shapes, against the machine and against torch."""
+    from bench.kernels import bench_kernels
+
+    _print(bench_kernels(threads), json_output)
+
+
+@app.command()
+def engine(
+    model: Annotated[Path | None, typer.Option(help="A Hugging Face directory. Default: the embedded model.")] = None,
+    threads: ThreadsOption = [1, 2],  # noqa: B006
+    kernels: Annotated[str, typer.Option(help="auto, cpu or reference.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",
+    under_load: Annotated[bool, typer.Option(help="Again beside a busy event loop.")] = False,
+    json_output: JsonOption = False,
+) -> None:
+    """One engine in one process: decode at batch 1, 8, 32 (128 in, 128 out) and prefill of 1,024 tokens."""
+    from bench.engine import bench_engine
+    from model.embedded import embedded_model_directory
+
+    _print(bench_engine(model or embedded_model_directory(), kernels, dtype, threads, under_load), json_output)
+
+
+def _print(rows: list[Any], json_output: bool) -> None:
+    objects = [asdict(row) for row in rows]
+    if json_output:
+        _out.print_json(json.dumps({"rows": objects}))
+        return
+    table = Table(*objects[0], box=box.SIMPLE)
+    for row in objects:
+        table.add_row(*(_cell(key, value) for key, value in row.items()))
+    _out.print(table)
+
+
+def _cell(key: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, tuple):
+        return " to ".join(_cell(key, part) for part in value)
+    if isinstance(value, float):
+        return f"{value:.0%}" if key.endswith("_share") else f"{value:.3g}"
+    return str(value)
