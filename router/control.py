@@ -107,9 +107,9 @@ class Control:
         if info.incarnation in self._sessions:  # it noticed the end of its session first, and has dropped everything
             self.membership.leave(info.incarnation)
             self._lose(info.incarnation, "it came back over another session")
+        self._sessions[info.incarnation] = session  # first: what a replaced one loses may be placed on this one
         for replaced in self.membership.join(info, now):
             self._lose(replaced, f"replaced by {info.incarnation}")
-        self._sessions[info.incarnation] = session
         _log.info("worker joined", worker=info.incarnation, role=info.role.value, pid=info.pid)
         self._perform(self.dispatch.on_worker_joined(now))
         self._on_members()

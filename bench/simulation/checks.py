@@ -10,6 +10,7 @@ from bench.simulation.router import SimulatedRouter
 from bench.simulation.worker import SimulatedWorker
 from kvtransfer.incoming import IncomingTransfer
 from kvtransfer.outgoing import OutgoingTransfer
+from router.dispatch import Phase
 
 _MAX_UNREAD = 10_000
 
@@ -38,10 +39,17 @@ def check_worker(worker: SimulatedWorker) -> None:
 
 
 def check_router(router: SimulatedRouter) -> None:
-    """Each request in flight has its stream, and there are not more than allowed."""
+    """Each request in flight has its stream and somebody or some time to wait for; there are not more than allowed."""
     streams, requests = len(router.control._streams), len(router.control.dispatch)
     if streams != requests:
         raise Violation(f"{router.process.name}: {requests} requests have {streams} streams")
+    for entry in router.control.dispatch._requests.values():
+        if entry.phase is Phase.PLACING:
+            waits = entry.deadline is not None
+        else:
+            waits = entry.attempt is not None and entry.attempt.decode in router.control._sessions
+        if not waits:
+            raise Violation(f"{router.process.name}: {entry.request.request_id} waits for nobody")
     if requests > router.config.max_requests:
         raise Violation(f"{router.process.name}: {requests} requests, the limit is {router.config.max_requests}")
 

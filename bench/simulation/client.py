@@ -15,6 +15,7 @@ from pdserve.types import Finish, FinishReason, SamplingParams
 from router.dispatch import Accept, End, Request
 
 _RETRY_S = 0.1
+_KEEPALIVE_S = 2.0  # after which a client notices that its router is gone without a word
 STOP_TEXT = "stop"
 # How a request may end badly: everything else would be a bug of ours or blame the client for what it did not do.
 _ALLOWED_ERRORS = (Cancelled, ResourceExhausted, Unavailable)
@@ -130,19 +131,34 @@ class _Call:
         self._job = job
         self._router = router
         self._client = client
+        self._over = False
         self._wire = Wire(fabric, client, router.process, self._closed)
         self._stream = RouterStream(job.script, self._wire, router.process, lambda event: job.on_event(self, event))
         script = job.script
         request = Request(script.request_id, script.prompt_ids, script.params)
         if job.plan.text_stop_at is not None:  # the front looks for stop strings in what comes
             self._stream.watch(job.plan.text_stop_at, self._found_stop)
+        self._client.after(_KEEPALIVE_S, "timer", self._watch)
         self._wire.send(client, "generate", lambda: router.generate(request, self._stream), script.request_id)
 
+        self._watch()
+
     def abandon(self) -> None:
+        self._over = True
         self._wire.close(self._client)
+
+    def _watch(self) -> None:
+        if self._over:
+            return
+        if self._router.process.alive:
+            self._client.after(_KEEPALIVE_S, "timer", self._watch)
+        else:
+            self.abandon()
+            self._job.on_lost(self)
 
     def _closed(self, end: Process) -> None:
         if end is self._client:
+            self._over = True
             self._job.on_lost(self)
         else:
             self._router.control.abandon(self._stream)

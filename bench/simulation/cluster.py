@@ -198,7 +198,7 @@ class Cluster:
         self._broken += 1
         match fault.kind:
             case FaultKind.CRASH:
-                part.kill(lose=fault.lose)
+                part.kill(fault.death)
             case FaultKind.FREEZE:
                 part.process.freeze()
             case FaultKind.CUT:

@@ -154,6 +154,10 @@ class SimulatedEngine(Engine):
     def has_commands(self) -> bool:
         return not self._inbox.empty()
 
+    @property
+    def has_waiting(self) -> bool:
+        return self._scheduler.has_work()
+
     def sequence_kv(self, sequence: Sequence) -> CheckedKV:
         return CheckedKV(super().sequence_kv(sequence), self, sequence.owner, tuple(sequence.blocks), self._oracle)
 

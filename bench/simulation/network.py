@@ -10,6 +10,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from bench.simulation.timeline import Process, Timeline
 from kvtransfer.transports.base import Event, Message, Part, Peer
@@ -124,13 +125,22 @@ class Wire:
             self._on_closed(end)
 
 
-def kill(process: Process, *, lose: bool) -> None:
-    """A process dies, and its machine closes its connections. `lose`: what it had not got rid of goes with it."""
+class Death(StrEnum):
+    """What others learn of a process that dies."""
+
+    CLEAN = "clean"  # its machine closes its connections, after all it had sent
+    LOSSY = "lossy"  # and what it had sent is lost
+    SILENT = "silent"  # nothing: its machine is gone
+
+
+def kill(process: Process, death: Death) -> None:
+    """As SIGKILL."""
     process.kill()
     for wire in list(process.wires):
-        if lose:
+        if death is not Death.CLEAN:
             wire.lose()
-        wire.close(process)
+        if death is not Death.SILENT:
+            wire.close(process)
 
 
 class KvNetwork:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bench.simulation.network import Fabric, Wire, kill
+from bench.simulation.network import Death, Fabric, Wire, kill
 from bench.simulation.oracle import Script, Violation
 from bench.simulation.timeline import Process
 from pdserve.config import RouterConfig
@@ -40,8 +40,8 @@ class SimulatedRouter:
         except PdserveError as error:
             stream.refuse(error)
 
-    def kill(self, *, lose: bool) -> None:
-        kill(self.process, lose=lose)
+    def kill(self, death: Death) -> None:
+        kill(self.process, death)
 
     def at_rest(self) -> list[str]:
         """What is still under way; nothing, when all is quiet."""

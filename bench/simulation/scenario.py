@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from bench.simulation.client import JobPlan
 from bench.simulation.model import TOKEN_BYTES
-from bench.simulation.network import Conditions
+from bench.simulation.network import Conditions, Death
 from bench.simulation.worker import WorkerPlan
 from pdserve.config import EngineConfig, RouterConfig, TransferConfig
 from pdserve.types import Role, SamplingParams
@@ -35,7 +35,7 @@ class Fault:
     host: str
     other: str
     duration_s: float
-    lose: bool
+    death: Death
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ def _faults(rng: random.Random, workers: list[str], routers: tuple[str, ...], jo
                 host=host,
                 other=rng.choice(others),
                 duration_s=rng.choice((0.02, 0.3, 1.0, rng.uniform(0.0, 3.0))),
-                lose=rng.random() < 0.5,
+                death=rng.choice(tuple(Death)),
             )
         )
     return tuple(sorted(faults, key=lambda fault: fault.at_event))

@@ -14,7 +14,7 @@ from functools import partial
 
 from bench.simulation import fences
 from bench.simulation.model import LAYOUT, SimulatedEngine
-from bench.simulation.network import Fabric, KvNetwork, kill
+from bench.simulation.network import Death, Fabric, KvNetwork, kill
 from bench.simulation.oracle import EOS, Oracle, Violation
 from bench.simulation.sessions import RECONNECT_S, RouterSide, WorkerEnd
 from bench.simulation.timeline import Process
@@ -32,6 +32,7 @@ from prefill_worker.service import PrefillService
 
 _TURN_S = 0.0001  # how long the link's thread takes to wake up
 _SHORTEST_WAIT_S = 0.001
+_STALLED_WAIT_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +204,9 @@ class SimulatedWorker:
         self._engine_busy = self.engine.step()
         if self._engine_busy:
             self.process.after(self._rng.uniform(*self.plan.step_s), "engine", self._step)
+        elif self.engine.has_waiting:
+            self._engine_busy = True
+            self.process.after(_STALLED_WAIT_S, "timer", self._step)
 
     def _after_step(self) -> None:
         self.load = self.engine.load()
@@ -240,9 +244,8 @@ class SimulatedWorker:
 
     # Ends.
 
-    def kill(self, *, lose: bool) -> None:
-        """As SIGKILL. `lose`: together with what it had not got rid of."""
-        kill(self.process, lose=lose)
+    def kill(self, death: Death) -> None:
+        kill(self.process, death)
         self.transport.close()
         self.note_counts()
 

@@ -13,9 +13,9 @@ from router.dispatch import Accept, End, Request
 class FakeSession:
     """Keeps what the router sends."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, start: int = 1) -> None:
         limits = ModelLimits(100, 1000, 1000)
-        self.info = WorkerInfo(name, f"{name}#1", Role.DECODE, 1, "h", "ipc://", "same", "m", limits)
+        self.info = WorkerInfo(name, f"{name}#{start}", Role.DECODE, 1, "h", "ipc://", "same", "m", limits)
         self.sent: list[pb.RouterMessage] = []
         self.closed = False
 
@@ -58,6 +58,16 @@ def test_a_worker_that_comes_back_before_its_old_session_ends_gets_its_requests_
     assert again.sequence.owner.attempt > first.sequence.owner.attempt
     control.worker_left(old, "its session broke")  # comes late, and is no news
     assert "d#1" in control.membership
+    assert len(new.starts()) == 1
+
+
+def test_a_restarted_worker_gets_the_requests_of_its_former_start() -> None:
+    control = Control("router", RouterConfig(), ManualClock())
+    old, new = FakeSession("d"), FakeSession("d", start=2)
+    control.worker_joined(old)
+    serve(control)
+    control.worker_joined(new)
+    assert old.closed
     assert len(new.starts()) == 1
 
 
