@@ -96,20 +96,14 @@ class Cluster:
                 return
             self._log.event(event)
         event.call()
-        self._check(event.process, event.label)
+        if event.process is not None and event.process.alive:
+            event.process.check(event.label)
 
-    def _check(self, process: Process | None, label: str) -> None:
-        if process is None or not process.alive:
-            return
-        worker = self._workers.get(process.host)
-        if worker is not None and worker.process is process:
-            worker.look_for_work()
-            if label not in IDLE and label != "frame":  # one that has arrived is only looked at in the link's turn
-                checks.check_worker(worker)
-                checks.check_credit(worker, self._workers.values())
-        router = self._routers.get(process.host)
-        if router is not None and router.process is process:
-            checks.check_router(router)
+    def _check_worker(self, worker: SimulatedWorker, label: str) -> None:
+        worker.look_for_work()
+        if label not in IDLE and label != "frame":  # one that has arrived is only looked at in the link's turn
+            checks.check_worker(worker)
+            checks.check_credit(worker, self._workers.values())
 
     # Where the run stands.
 
@@ -172,10 +166,12 @@ class Cluster:
         return f"{host}#{self._incarnations[host]}"
 
     def _start_router(self, host: str) -> None:
-        self._routers[host] = SimulatedRouter(host, self._incarnation(host), self._fabric, self.scenario.router)
+        router = SimulatedRouter(host, self._incarnation(host), self._fabric, self.scenario.router)
+        router.process.check = lambda label: checks.check_router(router)
+        self._routers[host] = router
 
     def _start_worker(self, plan: WorkerPlan) -> None:
-        self._workers[plan.worker_id] = SimulatedWorker(
+        worker = SimulatedWorker(
             plan,
             self._incarnation(plan.worker_id),
             self._fabric,
@@ -186,6 +182,8 @@ class Cluster:
             self._routers,
             self.counts,
         )
+        worker.process.check = partial(self._check_worker, worker)
+        self._workers[plan.worker_id] = worker
 
     # Faults.
 

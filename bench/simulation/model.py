@@ -16,7 +16,6 @@ import torch
 from bench.simulation.oracle import EOS, VOCAB_SIZE, Oracle, Script, Violation
 from engine.blocks import BlockPool
 from engine.engine import Engine
-from engine.kv_store import SequenceKV
 from engine.sequence import Phase, Sequence
 from kernels.ops import AfterLayer, CacheShape, SequenceRows, StepBatch
 from kvtransfer.layout import KVLayout
@@ -28,25 +27,19 @@ LAYOUT = KVLayout(layer_count=LAYERS, kv_heads=1, head_dim=2, dtype="float32")  
 TOKEN_BYTES = LAYOUT.payload_bytes(1)
 
 
-class TagKernels:
-    """The part of the kernels that a KV store uses. A cache is uint64 [layer, slot, K or V]."""
-
-    def read_kv(self, cache: np.ndarray, layer: int, slots: torch.Tensor) -> torch.Tensor:
-        rows = np.ascontiguousarray(cache[layer, slots.numpy()].T)
-        return torch.from_numpy(rows.view(np.float32)).view(2, -1, LAYOUT.kv_heads, LAYOUT.head_dim)
-
-    def write_kv(self, cache: np.ndarray, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        for column, values in enumerate((k, v)):
-            cache[layer, slots.numpy(), column] = values.contiguous().numpy().reshape(-1).view(np.uint64)
-
-
 class TagStore:
-    """The memory of all blocks of one worker."""
+    """The memory of all blocks of one worker: uint64 [layer, slot, K or V]."""
 
     def __init__(self, block_count: int, block_tokens: int) -> None:
-        self.kernels = TagKernels()
         self.shape = CacheShape(LAYERS, block_count, block_tokens, LAYOUT.kv_heads, LAYOUT.head_dim, torch.float32)
         self.cache = np.zeros((LAYERS, block_count * block_tokens, 2), np.uint64)
+
+    def slots(self, blocks: ListLike[int], start: int, stop: int) -> np.ndarray:
+        """Where tokens [start, stop) of a sequence with these blocks are."""
+        positions = np.arange(start, stop)
+        return np.asarray(blocks)[positions // self.shape.block_tokens] * self.shape.block_tokens + (
+            positions % self.shape.block_tokens
+        )
 
     def wipe(self, blocks: ListLike[int]) -> None:
         size = self.shape.block_tokens
@@ -77,12 +70,15 @@ class OracleDecoder:
     def __init__(self, oracle: Oracle, store: TagStore, between_layers: Callable[[], None]) -> None:
         self.config = _ModelShape()
         self._oracle = oracle
-        self._block_tokens = store.shape.block_tokens
+        self._store = store
         self._between_layers = between_layers
         self.broken = False  # the next pass raises
 
     def forward(self, batch: StepBatch, cache: np.ndarray, after_layer: AfterLayer | None = None) -> Logits:
-        parts = [(rows, self._slots(rows), self._script(rows, batch, cache)) for rows in batch.sequences]
+        parts = [
+            (rows, self._store.slots(rows.blocks, 0, rows.start + rows.count), self._script(rows, batch, cache))
+            for rows in batch.sequences
+        ]
         if self.broken:
             self.broken = False
             raise RuntimeError("a step that was meant to fail")
@@ -98,17 +94,9 @@ class OracleDecoder:
                     raise Violation(f"a step of {script.request_id} read KV that is not its own in layer {layer}")
         return self._logits(batch, [(rows, script) for rows, _, script in parts])
 
-    def _slots(self, rows: SequenceRows) -> np.ndarray:
-        positions = np.arange(rows.start + rows.count)
-        return np.asarray(rows.blocks)[positions // self._block_tokens] * self._block_tokens + (
-            positions % self._block_tokens
-        )
-
     def _script(self, rows: SequenceRows, batch: StepBatch, cache: np.ndarray) -> Script:
         """Whose rows these are, by the KV before them."""
-        size = self._block_tokens
-        before = rows.start - 1
-        tag = int(cache[0, rows.blocks[before // size] * size + before % size, 0]) if rows.start else 0
+        tag = int(cache[0, self._store.slots(rows.blocks, rows.start - 1, rows.start)[0], 0]) if rows.start else 0
         script, position = self._oracle.at(tag, batch.token_ids[rows.row])
         token_ids = script.token_ids[rows.start : rows.start + rows.count]
         if position != rows.start or token_ids != tuple(batch.token_ids[rows.row : rows.row + rows.count]):
@@ -159,7 +147,7 @@ class SimulatedEngine(Engine):
         return self._scheduler.has_work()
 
     def sequence_kv(self, sequence: Sequence) -> CheckedKV:
-        return CheckedKV(super().sequence_kv(sequence), self, sequence.owner, tuple(sequence.blocks), self._oracle)
+        return CheckedKV(self, sequence.owner, tuple(sequence.blocks), self._oracle.script(sequence.owner.request_id))
 
     def _give_back_wiped(self, owner: Owner) -> int:
         blocks = self._pool.leased_to(owner)
@@ -170,27 +158,27 @@ class SimulatedEngine(Engine):
 
 
 class CheckedKV:
-    """One sequence's KV as a transfer sees it."""
+    """One sequence's KV as a transfer sees it, in the wire's canonical bytes: all K, then all V."""
 
-    def __init__(
-        self, kv: SequenceKV, engine: SimulatedEngine, owner: Owner, blocks: tuple[int, ...], oracle: Oracle
-    ) -> None:
-        self.blocks = blocks
-        self._kv = kv
-        self._engine = engine
+    def __init__(self, engine: SimulatedEngine, owner: Owner, blocks: tuple[int, ...], script: Script) -> None:
         self.owner = owner
-        self._script = oracle.script(owner.request_id)
+        self.blocks = blocks
+        self._engine = engine
+        self._script = script
 
     def read(self, layer: int, start: int, stop: int) -> memoryview:
         self._check_lease("reads", start, stop)
-        found = self._kv.read(layer, start, stop)
-        self._check_bytes("reads", found, layer, start, stop)
-        return found
+        store = self._engine.store
+        found = np.ascontiguousarray(store.cache[layer, store.slots(self.blocks, start, stop)].T)
+        self._check_tags("reads", found, layer, start, stop)
+        return memoryview(found).cast("B")
 
     def write(self, layer: int, start: int, stop: int, payload: memoryview) -> None:
         self._check_lease("writes", start, stop)
-        self._check_bytes("writes", payload, layer, start, stop)
-        self._kv.write(layer, start, stop, payload)
+        tags = np.frombuffer(payload, np.uint64).reshape(2, -1)
+        self._check_tags("writes", tags, layer, start, stop)
+        store = self._engine.store
+        store.cache[layer, store.slots(self.blocks, start, stop)] = tags.T
 
     def _check_lease(self, verb: str, start: int, stop: int) -> None:
         size = self._engine.store.shape.block_tokens
@@ -199,7 +187,6 @@ class CheckedKV:
             if block not in leased:
                 raise Violation(f"a transfer {verb} block {block} for {self.owner}, which has no lease of it")
 
-    def _check_bytes(self, verb: str, found: memoryview, layer: int, start: int, stop: int) -> None:
-        expected = np.ascontiguousarray(self._script.tags[layer, start:stop].T).tobytes()
-        if bytes(found) != expected:
+    def _check_tags(self, verb: str, tags: np.ndarray, layer: int, start: int, stop: int) -> None:
+        if not np.array_equal(tags, self._script.tags[layer, start:stop].T):
             raise Violation(f"a transfer {verb} KV of {self.owner} that is not whole: layer {layer}, [{start}, {stop})")

@@ -52,7 +52,8 @@ class Timeline:
 
 
 class Process:
-    """What can crash, freeze and resume. `host` names its place in the network, `name` this start of it."""
+    """What can crash, freeze and resume. `host` names its place in the network, `name` this start of it. `check` is
+    called after every event of it with the event's label."""
 
     def __init__(self, timeline: Timeline, host: str, name: str) -> None:
         self.timeline = timeline
@@ -60,6 +61,7 @@ class Process:
         self.name = name
         self.alive = True
         self.frozen = False
+        self.check: Callable[[str], None] = lambda label: None
         self.wires: list[Any] = []  # its open connections
         self._held: list[Event] = []
 
