@@ -10,7 +10,6 @@ import grpc
 
 _METHOD = "/pdserve.bench.Echo/Echo"
 _MESSAGE = bytes(256)  # about a step's tokens of a few streams
-_CALLS_AT_ONCE = 4
 
 
 class EchoTraffic:
@@ -45,7 +44,7 @@ class EchoTraffic:
         await server.start()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             call = channel.unary_unary(_METHOD)
-            await asyncio.gather(*(self._keep_calling(call) for _ in range(_CALLS_AT_ONCE)))
+            await self._keep_calling(call)
         await server.stop(0)
 
     async def _echo(self, message: bytes, context: grpc.aio.ServicerContext) -> bytes:

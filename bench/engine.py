@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import statistics
+import sys
 import time
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ import torch
 from bench.background import EchoTraffic
 from bench.machine import Limits, measure_limits
 from engine.build import build_engine
-from engine.engine import Engine
+from engine.engine import SWITCH_INTERVAL_S, Engine
 from engine.sequence import Sequence
 from kernels.cpu.table import CpuKernels
 from kernels.ops import AfterLayer, StepBatch
@@ -59,6 +60,7 @@ def bench_engine(
     directory: Path, kernels: str, dtype: str, threads: ListLike[int] = (1, 2), under_load: bool = False
 ) -> list[EngineRow]:
     """All rows. `under_load`: each again while a gRPC echo keeps this process's event loop busy."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     rows: list[EngineRow] = []
     for count in threads:
         config = EngineConfig(threads=count, kv_cache_mb=1024, max_step_tokens=_STEP_TOKENS)

@@ -1,8 +1,9 @@
 """`pdserve bench kernels`: each operation of the CPU kernels in the embedded model's shapes.
 
-A row's time is the median of runs that alternate with torch's in float32, its fastest here, so that what else the
-machine does meets both. The limits are measured in the same run with the same threads. A linear goes round copies of
-its weight that together are as large as the model's, as a decode step does: otherwise a cache would hold it.
+A row's time is the median of runs that alternate with torch's, in the same dtype and in float32 (which is its faster
+one on a machine without bf16 instructions), so that what else the machine does meets all. The limits are measured in
+the same run with the same threads. A linear goes round copies of its weight that together are as large as the model's,
+as a decode step does: otherwise a cache would hold it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ Measured = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class KernelRow:
-    """One operation in one shape. `spread_ms`: the fastest and the slowest run. `torch_ratio`: torch's time by ours."""
+    """One operation in one shape. `spread_ms`: the fastest and the slowest run. `torch_ratio`: torch's time by ours, in
+    the same dtype; `torch_float32_ratio`: in float32."""
 
     name: str
     shape: str
@@ -52,7 +54,8 @@ class KernelRow:
     bandwidth_share: float
     gflop_per_s: float
     peak_share: float
-    torch_ratio: float | None
+    torch_ratio: float
+    torch_float32_ratio: float
 
 
 def bench_kernels(threads: ListLike[int] = (1, 2), dtype: torch.dtype = torch.bfloat16) -> list[KernelRow]:
@@ -75,10 +78,15 @@ def _linear(kernels: CpuKernels, limits: Limits, name: str, dtype: torch.dtype) 
     weight = torch.randn(outputs, inputs).to(dtype)
     copies = max(1, MODEL_BYTES // weight.nbytes)
     packed = [kernels.pack(weight, None) for _ in range(copies)]
-    theirs = [weight.float() for _ in range(max(1, copies // 2))]  # twice the bytes each
+    theirs = [weight.clone() for _ in range(copies)]
+    theirs_float32 = [weight.float() for _ in range(max(1, copies // 2))]  # twice the bytes each
     for rows in HEAD_ROWS if name == "head" else LINEAR_ROWS:
         x = torch.randn(rows, inputs)
-        ours, torchs = _around(packed, x, kernels.linear), _around(theirs, x, torch.nn.functional.linear)
+        ours = _around(packed, x, kernels.linear)
+        torchs = (
+            _around(theirs, x.to(dtype), torch.nn.functional.linear),
+            _around(theirs_float32, x, torch.nn.functional.linear),
+        )
         moved = weight.nbytes + x.nbytes + rows * outputs * 4
         yield _row(
             limits, "linear " + name, f"{rows} x {inputs} x {outputs}", ours, torchs, moved, 2.0 * rows * weight.numel()
@@ -105,7 +113,7 @@ def _prefill_attention(kernels: CpuKernels, limits: Limits, tokens: int, dtype: 
         "attention prefill",
         f"{tokens} tokens",
         lambda: kernels.attention(q, cache, 0, sequences, HEAD_DIM**-0.5),
-        lambda: torch.nn.functional.scaled_dot_product_attention(*theirs, is_causal=True, enable_gqa=True),
+        (_torch_attention(theirs, dtype, is_causal=True), _torch_attention(theirs, torch.float32, is_causal=True)),
         2 * tokens * KV_HEADS * HEAD_DIM * dtype.itemsize + 2 * q.nbytes,
         2.0 * HEADS * HEAD_DIM * tokens * (tokens + 1),
     )
@@ -120,10 +128,15 @@ def _decode_attention(kernels: CpuKernels, limits: Limits, batch: int, dtype: to
         "attention decode",
         f"{batch} at {DECODE_CONTEXT}",
         lambda: kernels.attention(q, cache, 0, sequences, HEAD_DIM**-0.5),
-        lambda: torch.nn.functional.scaled_dot_product_attention(*theirs, enable_gqa=True),
+        (_torch_attention(theirs, dtype, is_causal=False), _torch_attention(theirs, torch.float32, is_causal=False)),
         2 * batch * DECODE_CONTEXT * KV_HEADS * HEAD_DIM * dtype.itemsize + 2 * q.nbytes,
         4.0 * batch * HEADS * HEAD_DIM * DECODE_CONTEXT,
     )
+
+
+def _torch_attention(tensors: list[torch.Tensor], dtype: torch.dtype, is_causal: bool) -> Measured:
+    q, k, v = (tensor.to(dtype) for tensor in tensors)
+    return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
 
 
 def _keys_and_values(batch: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -154,12 +167,15 @@ def _pointwise(kernels: CpuKernels, limits: Limits) -> Iterator[KernelRow]:
         gate, up = gate_up.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * up
 
+    def torch_norm() -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, (HIDDEN,), weight, 1e-5)
+
     yield _row(
         limits,
         "rms_norm",
         f"{rows} x {HIDDEN}",
         lambda: kernels.rms_norm(x, weight, 1e-5),
-        lambda: torch.nn.functional.rms_norm(x, (HIDDEN,), weight, 1e-5),
+        (torch_norm, torch_norm),  # activations are float32 everywhere
         2 * x.nbytes,
         4.0 * x.numel(),
     )
@@ -168,16 +184,22 @@ def _pointwise(kernels: CpuKernels, limits: Limits) -> Iterator[KernelRow]:
         "silu_mul",
         f"{rows} x {INTERMEDIATE}",
         lambda: kernels.silu_mul(gate_up),
-        torch_silu_mul,
+        (torch_silu_mul, torch_silu_mul),
         gate_up.nbytes * 3 // 2,
         10.0 * rows * INTERMEDIATE,
     )
 
 
 def _row(
-    limits: Limits, name: str, shape: str, ours: Measured, torchs: Measured, moved_bytes: int, operations: float
+    limits: Limits,
+    name: str,
+    shape: str,
+    ours: Measured,
+    torchs: tuple[Measured, Measured],
+    moved_bytes: int,
+    operations: float,
 ) -> KernelRow:
-    times, torch_times = _alternate(ours, torchs)
+    times, same, float32 = _alternate((ours, *torchs))
     median = statistics.median(times)
     return KernelRow(
         name=name,
@@ -189,15 +211,16 @@ def _row(
         bandwidth_share=moved_bytes / median / limits.read_rate,
         gflop_per_s=operations / median / 1e9,
         peak_share=operations / median / limits.product_rate,
-        torch_ratio=statistics.median(torch_times) / median,
+        torch_ratio=statistics.median(same) / median,
+        torch_float32_ratio=statistics.median(float32) / median,
     )
 
 
-def _alternate(ours: Measured, torchs: Measured) -> tuple[list[float], list[float]]:
+def _alternate(calls: tuple[Measured, ...]) -> list[list[float]]:
     """Seconds of RUNS runs of each, taking turns, after one of each that is not counted."""
-    times: tuple[list[float], list[float]] = ([], [])
+    times: list[list[float]] = [[] for _ in calls]
     for run in range(RUNS + 1):
-        for call, seconds in zip((ours, torchs), times, strict=True):
+        for call, seconds in zip(calls, times, strict=True):
             began = time.perf_counter()
             call()
             if run:

@@ -16,6 +16,7 @@ from typing import Any
 import ray
 
 from deploy.spec import RouterSpec, WorkerSpec
+from deploy.termination import on_sigterm
 from pdserve import logs
 from pdserve.errors import ConfigError
 from pdserve.tracing import TraceEvent
@@ -33,6 +34,8 @@ class WorkerActor:
         try:
             self._worker = Worker(spec)
             self._worker.start()
+            drain_s = spec.config.router.drain_timeout_ms / 1000
+            on_sigterm(lambda: self._worker.drain_and_stop(drain_s))
         except ConfigError as error:
             self._error = error  # for `ready` to tell: an actor that dies in its constructor only says that it died
 
@@ -57,7 +60,7 @@ class RouterActor:
     def __init__(self, spec: RouterSpec) -> None:
         from router.server import Router
 
-        logs.configure(spec.config.logging.level, "router", Path(spec.log_path))
+        logs.configure(spec.config.logging.level, spec.router_id, Path(spec.log_path))
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="router", daemon=True)
         self._thread.start()
@@ -65,14 +68,15 @@ class RouterActor:
         try:
             self._router = Router(Path(spec.model_directory), spec.model_name, spec.config.router)
             self._call(self._router.start())
+            on_sigterm(lambda: self._drain_and_stop(spec.config.router.drain_timeout_ms / 1000))
         except ConfigError as error:
             self._error = error
 
-    def ready(self) -> tuple[str, str]:
-        """The gRPC address and the address for sessions, once it listens. Raises ConfigError where it cannot."""
+    def ready(self) -> str:
+        """The gRPC address, once it listens. Raises ConfigError where it cannot."""
         if self._error is not None:
             raise self._error
-        return self._router.grpc_address, self._router.session_address
+        return self._router.grpc_address
 
     def wait_members(self, worker_ids: frozenset[str], timeout_s: float) -> bool:
         """Wait until all these workers have joined; False if time ran out."""
@@ -85,6 +89,10 @@ class RouterActor:
     def stop(self) -> None:
         if self._error is None:
             self._call(self._router.stop())
+
+    def _drain_and_stop(self, timeout_s: float) -> None:
+        self._call(self._router.drain(timeout_s), timeout_s + 5.0)
+        self._call(self._router.stop())
 
     def _call(self, coroutine: Coroutine[Any, Any, None], timeout_s: float = 30.0) -> None:
         asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)

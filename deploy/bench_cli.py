@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +23,8 @@ ThreadsOption = Annotated[list[int], typer.Option("--threads", help="Thread coun
 @app.command()
 def kernels(threads: ThreadsOption = [1, 2], json_output: JsonOption = False) -> None:  # noqa: B006 - typer's way
     """Each operation in the embedded model's shapes, against the machine and against torch."""
+    # Before torch is there: its threads would go on spinning while ours are measured.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from bench.kernels import bench_kernels
 
     _print(bench_kernels(threads), json_output)

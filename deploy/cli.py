@@ -28,7 +28,7 @@ from deploy.runtime import RuntimeDirectory
 from pdserve import logs
 from pdserve.client import Client, Result
 from pdserve.config import Config, load_config
-from pdserve.errors import ConfigError, InvalidArgument, PdserveError, Unavailable
+from pdserve.errors import ConfigError, DeadlineExceeded, InvalidArgument, PdserveError, Unavailable
 from pdserve.rpc.inference_pb2 import ServerInfo
 
 app = typer.Typer(
@@ -43,7 +43,7 @@ _err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="TOML file; flags override it.")]
 AddressOption = Annotated[
-    str, typer.Option("--address", help="host:port of a router. Default: the cluster on this machine.")
+    str, typer.Option("--address", help="host:port of each router, commas between. Default: the local cluster's.")
 ]
 RuntimeOption = Annotated[str, typer.Option("--runtime-dir", help="Where the local cluster keeps its state.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -63,6 +63,7 @@ def main() -> None:
 def up(
     prefill: Annotated[int | None, typer.Option(help="Prefill workers.")] = None,
     decode: Annotated[int | None, typer.Option(help="Decode workers.")] = None,
+    routers: Annotated[int | None, typer.Option(help="Routers, at successive ports.")] = None,
     model: Annotated[str | None, typer.Option(help="A Hugging Face directory. Default: the embedded model.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of each worker.")] = None,
     port: Annotated[int | None, typer.Option(help="The router's gRPC port; 0: any free one.")] = None,
@@ -73,7 +74,7 @@ def up(
 ) -> None:
     """Start a cluster on this machine and run it until Ctrl-C."""
     flags = {
-        "cluster": {"prefill": prefill, "decode": decode, "runtime_dir": runtime_dir or None},
+        "cluster": {"prefill": prefill, "decode": decode, "routers": routers, "runtime_dir": runtime_dir or None},
         "engine": {"threads": threads},
         "model": {"path": model},
         "router": {"grpc_port": port},
@@ -113,12 +114,31 @@ def status(
     json_output: JsonOption = False,
 ) -> None:
     """Show the router's addresses and each worker."""
-    with Client(_address(address, config, runtime_dir)) as client:
+    with Client(_addresses(address, config, runtime_dir)) as client:
         info = client.server_info()
     if json_output:
         _out.print_json(json.dumps(_status_object(info)))
     else:
         _print_status(info)
+
+
+@app.command()
+def drain(
+    worker: Annotated[str, typer.Argument(help="A worker's id, as `pdserve status` shows it.")],
+    cancel: Annotated[bool, typer.Option("--cancel", help="Let it work on as before.")] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait until it has finished what it had.")] = 60.0,
+    address: AddressOption = "",
+    config: ConfigOption = None,
+    runtime_dir: RuntimeOption = "",
+) -> None:
+    """Let a worker finish what it has and give it nothing new; returns when nothing is left there."""
+    with Client(_addresses(address, config, runtime_dir)) as client:
+        client.drain_worker(worker, cancel=cancel)
+        if cancel:
+            _err.print(f"{worker} works on")
+            return
+        _wait_drained(client, worker, timeout)
+    _err.print(f"{worker} is drained: it can be stopped, or set to work again with --cancel")
 
 
 @app.command()
@@ -140,7 +160,7 @@ def generate(
 ) -> None:
     """Stream an answer from the running cluster."""
     prompt = [("user", text)] if chat else text
-    with Client(_address(address, config, runtime_dir)) as client:
+    with Client(_addresses(address, config, runtime_dir)) as client:
         stream = client.generate(
             prompt,
             max_tokens=max_tokens,
@@ -175,13 +195,25 @@ def _runtime(path: Path | None, runtime_dir: str) -> RuntimeDirectory:
     return RuntimeDirectory(config.cluster.runtime_dir)
 
 
-def _address(address: str, path: Path | None, runtime_dir: str) -> str:
+def _addresses(address: str, path: Path | None, runtime_dir: str) -> list[str]:
     if address:
-        return address
+        return [part.strip() for part in address.split(",")]
     state = _runtime(path, runtime_dir).read_state()
     if state is None or state.supervisor() is None:
         raise Unavailable("no cluster runs on this machine: start one with `pdserve up`, or name one with --address")
-    return state.grpc
+    return state.routers
+
+
+def _wait_drained(client: Client, worker_id: str, timeout_s: float) -> None:
+    """Look until the worker says that it drains and has nothing left, or is gone."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        worker = next((each for each in client.server_info().workers if each.worker_id == worker_id), None)
+        busy = worker is not None and (worker.requests or worker.queue or worker.blocks.leased)
+        if worker is None or worker.state == "lost" or (worker.state == "draining" and not busy):
+            return
+        time.sleep(0.1)
+    raise DeadlineExceeded(f"{worker_id} has still requests after {timeout_s:g} s; it goes on draining")
 
 
 def _run_cluster(config: Config, json_output: bool) -> None:

@@ -1,7 +1,7 @@
-"""A cluster on this machine: Ray, one router, prefill and decode workers.
+"""A cluster on this machine: Ray, routers, prefill and decode workers.
 
-    start:  the router's ports -> Ray -> router and workers, all at once -> every worker has joined
-    stop:   router and workers -> Ray -> whatever of theirs is left, by process id -> the runtime directory
+    start:  the routers' ports -> Ray -> routers and workers, all at once -> every worker has joined every router
+    stop:   routers and workers -> Ray -> whatever of theirs is left, by process id -> the runtime directory
 
 Custom resources place the actors, not CPUs: four actors on two cores must not wait for ever.
 """
@@ -50,21 +50,18 @@ class LocalCluster:
         """Start everything and wait until it serves. Raises ConfigError or Unavailable; nothing is left then."""
         self._progress = progress
         directory, name = _model(config)
-        self._ports = [
-            PortReservation(config.router.host, config.router.grpc_port, "router.grpc_port"),
-            PortReservation(config.router.host, config.router.session_port, "router.session_port"),
-        ]
-        self.config = _resolve_ports(_resolve_threads(config), *(reservation.port for reservation in self._ports))
+        self.config = _resolve_threads(config)
+        self._ports = _reserve_ports(config)
         self.model = name
         self.stage_seconds: dict[str, float] = {}
         self._runtime = RuntimeDirectory(config.cluster.runtime_dir)
         self._runtime.create()
         self._workers: dict[str, ray.actor.ActorHandle] = {}
-        self._router: ray.actor.ActorHandle | None = None
+        self._routers: dict[str, ray.actor.ActorHandle] = {}
         try:
             self._stage("ray", self._start_ray)
-            self._stage("router and workers", lambda: self._start_actors(directory))
-            self._runtime.write_state(self.grpc_address, self.session_address, name)
+            self._stage("routers and workers", lambda: self._start_actors(directory))
+            self._runtime.write_state(self.grpc_addresses, name)
         except BaseException:
             self.stop()
             raise
@@ -77,8 +74,13 @@ class LocalCluster:
     ) -> None:
         self.stop()
 
+    @property
+    def grpc_address(self) -> str:
+        """The first router's."""
+        return self.grpc_addresses[0]
+
     def info(self) -> ServerInfo:
-        """What the router knows of itself and its workers."""
+        """What the first router knows of itself and the workers."""
         with Client(self.grpc_address) as client:
             return client.server_info()
 
@@ -96,9 +98,10 @@ class LocalCluster:
         return ray.get(self._workers[worker_id].trace_events.remote(since_ns), timeout=30.0)
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Wait until every worker is a member of the router again. Raises Unavailable."""
+        """Wait until every worker is a member of every router again. Raises Unavailable."""
         wanted = frozenset(self._workers)
-        if not _get(self._router.wait_members.remote(wanted, timeout_s), timeout_s + 10.0):
+        waits = [router.wait_members.remote(wanted, timeout_s) for router in self._routers.values()]
+        if not all(_get(waits, timeout_s + 10.0)):
             ready = {worker.worker_id for worker in self.info().workers if worker.state == "ready"}
             missing = ", ".join(sorted(wanted - ready))
             raise Unavailable(f"workers not ready after {timeout_s:g} s: {missing}; see {self._runtime.logs}")
@@ -106,13 +109,14 @@ class LocalCluster:
     def stop(self) -> None:
         """Stop every process of the cluster and remove its directory. Safe to call twice."""
         if ray.is_initialized():
-            actors = [*self._workers.values(), *([self._router] if self._router else [])]
+            actors = [*self._workers.values(), *self._routers.values()]
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.get([actor.stop.remote() for actor in actors], timeout=_STOP_TIMEOUT_S)
         stop_processes(self._runtime, ray.shutdown)
         self._runtime.remove()
-        for reservation in self._ports:
-            reservation.release()
+        for pair in self._ports:
+            for reservation in pair:
+                reservation.release()
 
     def _stage(self, name: str, action: Callable[[], None]) -> None:
         self._progress(name)
@@ -122,7 +126,7 @@ class LocalCluster:
 
     def _start_ray(self) -> None:
         cluster = self.config.cluster
-        places = 1 + cluster.prefill + cluster.decode
+        places = cluster.routers + cluster.prefill + cluster.decode
         ray.init(
             num_cpus=0,
             num_gpus=0,
@@ -138,24 +142,37 @@ class LocalCluster:
     def _start_actors(self, directory: Path) -> None:
         cluster = self.config.cluster
         options = {"num_cpus": 0, "resources": {_PLACES: 1}, "max_restarts": -1 if cluster.restart_actors else 0}
-        spec = RouterSpec(str(directory), self.model, str(self._runtime.logs / "router.jsonl"), self.config)
-        self._router = RouterActor.options(**options).remote(spec)
+        for index, ports in enumerate(self._ports):
+            router_id = f"router-{index}"
+            spec = self._router_spec(directory, router_id, *(reservation.port for reservation in ports))
+            self._routers[router_id] = RouterActor.options(**options).remote(spec)
         roles = [(Role.PREFILL, i) for i in range(cluster.prefill)] + [(Role.DECODE, i) for i in range(cluster.decode)]
         for role, index in roles:
             worker_id = f"{role.value}-{index}"
-            self._workers[worker_id] = WorkerActor.options(**options).remote(self._spec(directory, role, worker_id))
-        self.grpc_address, self.session_address = _get(self._router.ready.remote(), self._timeout_s)
+            worker = self._worker_spec(directory, role, worker_id)
+            self._workers[worker_id] = WorkerActor.options(**options).remote(worker)
+        routers = [router.ready.remote() for router in self._routers.values()]
+        self.grpc_addresses: list[str] = list(_get(routers, self._timeout_s))
         _get([actor.ready.remote() for actor in self._workers.values()], self._timeout_s)
         self.wait_ready(self._timeout_s)
 
-    def _spec(self, directory: Path, role: Role, worker_id: str) -> WorkerSpec:
-        router = self.config.router
+    def _router_spec(self, directory: Path, router_id: str, grpc_port: int, session_port: int) -> RouterSpec:
+        router = replace(self.config.router, grpc_port=grpc_port, session_port=session_port)
+        return RouterSpec(
+            router_id=router_id,
+            model_directory=str(directory),
+            model_name=self.model,
+            log_path=str(self._runtime.logs / f"{router_id}.jsonl"),
+            config=replace(self.config, router=router),
+        )
+
+    def _worker_spec(self, directory: Path, role: Role, worker_id: str) -> WorkerSpec:
         return WorkerSpec(
             worker_id=worker_id,
             role=role,
             model_directory=str(directory),
             model_name=self.model,
-            router_addresses=(f"{router.host}:{router.session_port}",),
+            router_addresses=tuple(f"{self.config.router.host}:{session.port}" for _, session in self._ports),
             kv_socket_directory=str(self._runtime.kv_sockets),
             log_path=str(self._runtime.logs / f"{worker_id}.jsonl"),
             config=self.config,
@@ -201,8 +218,19 @@ def _model(config: Config) -> tuple[Path, str]:
     return directory, config.model.name or (_EMBEDDED_NAME if embedded else directory.name)
 
 
-def _resolve_ports(config: Config, grpc_port: int, session_port: int) -> Config:
-    return replace(config, router=replace(config.router, grpc_port=grpc_port, session_port=session_port))
+def _reserve_ports(config: Config) -> list[tuple[PortReservation, PortReservation]]:
+    """Each router's port for clients and for sessions: those configured and the ones after them, or any free ones."""
+    router, pairs = config.router, []
+    for index in range(config.cluster.routers):
+        grpc_port = router.grpc_port + index if router.grpc_port else 0
+        session_port = router.session_port + index if router.session_port else 0
+        pairs.append(
+            (
+                PortReservation(router.host, grpc_port, "router.grpc_port"),
+                PortReservation(router.host, session_port, "router.session_port"),
+            )
+        )
+    return pairs
 
 
 def _resolve_threads(config: Config) -> Config:

@@ -32,9 +32,13 @@ class ClusterState:
 
     pid: int
     started_at: float
-    grpc: str
-    sessions: str
+    routers: list[str]
     model: str
+
+    @property
+    def grpc(self) -> str:
+        """The first router's address."""
+        return self.routers[0]
 
     def supervisor(self) -> psutil.Process | None:
         """The process that runs the cluster, if it is still that process."""
@@ -85,9 +89,9 @@ class RuntimeDirectory:
         for directory in (self.path, self.logs, self.kv_sockets, self.ray):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    def write_state(self, grpc: str, sessions: str, model: str) -> None:
+    def write_state(self, routers: list[str], model: str) -> None:
         process = psutil.Process()
-        state = ClusterState(process.pid, process.create_time(), grpc, sessions, model)
+        state = ClusterState(process.pid, process.create_time(), routers, model)
         draft = self._state_file.with_suffix(".new")
         draft.write_text(json.dumps(asdict(state)))
         draft.rename(self._state_file)

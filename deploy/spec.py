@@ -26,6 +26,7 @@ class WorkerSpec:
 class RouterSpec:
     """All a router needs to come up."""
 
+    router_id: str
     model_directory: str
     model_name: str
     log_path: str

@@ -3,7 +3,8 @@
 Threads: the engine's steps, the link's transfers, the sessions' streams. Both services are always there; the role only
 says what the worker offers itself for, so that changing it changes no process.
 
-    loading ──start──► serving ──stop──► stopped
+    loading ──start──► serving ──drain──► draining ──stop──► stopped
+                          ▲──drain cancelled──┘
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import sys
 import threading
+import time
 from collections.abc import Sequence as ListLike
+from dataclasses import replace
 from pathlib import Path
 
 from decode_worker.service import DecodeService
 from deploy.spec import WorkerSpec
 from engine.build import build_engine
+from engine.engine import SWITCH_INTERVAL_S
 from kvtransfer.ladder import Ladder, LadderLimits
 from kvtransfer.layout import KVLayout
 from kvtransfer.link import Link
@@ -27,12 +32,14 @@ from pdserve.clock import SystemClock
 from pdserve.errors import PdserveError
 from pdserve.rpc.worker_session import WorkerSessions
 from pdserve.tracing import Trace, TraceEvent
-from pdserve.types import Owner, SamplingParams, Ticket, WorkerInfo
+from pdserve.types import Load, Owner, SamplingParams, Ticket, WorkerInfo
 from prefill_worker.service import PrefillService
 
 _log = logs.logger("worker")
 
 _IDLE_WAIT_S = 0.05
+_DRAIN_LOOK_S = 0.05
+_FLUSH_TIMEOUT_S = 1.0
 
 
 class Worker:
@@ -42,7 +49,10 @@ class Worker:
         """Loads the model: seconds. Raises ConfigError where model and settings do not fit."""
         config = spec.config
         self._trace = Trace()
-        built = build_engine(Path(spec.model_directory), config.model.kernels, config.model.dtype, config.engine)
+        model = config.model
+        built = build_engine(
+            Path(spec.model_directory), model.kernels, model.dtype, config.engine, cpu_path=model.cpu_path
+        )
         self._engine = built.engine
         self.load = self._engine.load()
         self._engine.add_after_step(self._after_step)
@@ -73,7 +83,8 @@ class Worker:
             limits=self._engine.limits,
             eos_token_ids=self._engine.decoder.config.eos_token_ids,
         )
-        self._sessions = WorkerSessions(spec.router_addresses, self.info, self, lambda: self.load)
+        self._draining = False
+        self._sessions = WorkerSessions(spec.router_addresses, self.info, self, self._current_load)
         max_queued = config.engine.max_queued
         self._prefill = PrefillService(self._engine, self._link, self._sessions.reports, self._trace, max_queued)
         ladder = Ladder(LadderLimits.from_config(config.transfer))
@@ -83,6 +94,7 @@ class Worker:
         self._engine_thread = threading.Thread(target=self._step_forever, name="engine", daemon=True)
 
     def start(self) -> None:
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._link.start()
         self._engine_thread.start()
         self._sessions.start()
@@ -94,6 +106,28 @@ class Worker:
         self._stopping.set()
         self._engine_thread.join(timeout=10.0)
         self._link.close()
+
+    def drain_and_stop(self, timeout_s: float) -> None:
+        """Take nothing new, finish what is here, send what is computed; then stop. What is left after `timeout_s` goes
+        on at another worker."""
+        self.drain(cancel=False)
+        deadline = time.monotonic() + timeout_s
+        while not self.idle and time.monotonic() < deadline:
+            time.sleep(_DRAIN_LOOK_S)
+        self._sessions.flush(_FLUSH_TIMEOUT_S)
+        _log.info("drained", worker=self.info.incarnation, left=len(self._owners()))
+        self.stop()
+
+    @property
+    def idle(self) -> bool:
+        """No request and no transfer is here."""
+        return not self._owners()
+
+    def _owners(self) -> list[Owner]:
+        return [*self._prefill.owners(), *self._decode.owners()]
+
+    def _current_load(self) -> Load:
+        return replace(self.load, draining=self._draining)
 
     def trace_events(self, since_ns: int = 0) -> list[TraceEvent]:
         return self._trace.events(since_ns)
@@ -130,8 +164,12 @@ class Worker:
         self._prefill.abort(owner)
         self._decode.abort(owner)
 
+    def drain(self, cancel: bool) -> None:
+        self._draining = not cancel
+        _log.info("working on" if cancel else "draining", worker=self.info.incarnation)
+
     def router_lost(self, router: str) -> None:
-        for owner in [*self._prefill.owners(), *self._decode.owners()]:
+        for owner in self._owners():
             if owner.router == router:
                 self.abort(owner)
 

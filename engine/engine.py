@@ -27,6 +27,10 @@ from pdserve.types import Finish, Load, ModelLimits, Owner, SampledToken
 
 _log = logs.logger("engine")
 
+# For sys.setswitchinterval in a process that steps an engine beside other threads: a step that comes back from its
+# kernels waits so long for the interpreter when another thread is busy in it.
+SWITCH_INTERVAL_S = 0.0005
+
 
 class Engine:
     """Steps sequences over one model. Methods marked "any thread" only enqueue."""

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
+from engine.adjustment import adjusted, needs_adjustment
 from engine.kv_store import KVStore
 from engine.plan import Slice, StepPlan
 from engine.sampler import sample
+from engine.sequence import Sequence
 from kernels.ops import SequenceRows, StepBatch
 from model.decoder import Decoder
 from pdserve.types import SampledToken
@@ -41,10 +45,15 @@ class Runner:
         batch = _batch(plan.slices)
         rows = self._decoder.forward(batch, self._store.cache, after_layer if exporting else None).numpy()
         sampling = [part for part in plan.slices if part.samples]
-        return [
-            Sampled(part, sample(rows[i], part.sequence.params, part.sequence.index, part.sequence.known))
-            for i, part in enumerate(sampling)
-        ]
+        return [Sampled(part, self._sample(rows[i], part.sequence)) for i, part in enumerate(sampling)]
+
+    def _sample(self, logits: np.ndarray, sequence: Sequence) -> SampledToken:
+        params, border = sequence.params, sequence.prompt_count
+        drawn_from = None
+        if needs_adjustment(params, sequence.output_count):
+            prompt_ids, output_ids = sequence.token_ids[:border], sequence.token_ids[border:]
+            drawn_from = adjusted(logits, params, prompt_ids, output_ids, self._decoder.config.eos_token_ids)
+        return sample(logits, params, sequence.index, sequence.known, drawn_from)
 
 
 def _batch(slices: tuple[Slice, ...]) -> StepBatch:

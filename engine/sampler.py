@@ -17,12 +17,23 @@ from pdserve.types import SampledToken, SamplingParams
 _FLOOR_MARGIN = 0.5  # so that rounding in a floor cannot cost a token that belongs above it
 
 
-def sample(logits: np.ndarray, params: SamplingParams, sequence_index: int, position: int) -> SampledToken:
-    """Sample from fp32 logits [V] the token at `position` (counted from the prompt's first token)."""
+def sample(
+    logits: np.ndarray,
+    params: SamplingParams,
+    sequence_index: int,
+    position: int,
+    adjusted: np.ndarray | None = None,
+) -> SampledToken:
+    """Sample the token at `position` (counted from the prompt's first token).
+
+    `logits`: the model's, fp32 [V]; `adjusted`: what to draw from if that is not the same (see adjustment.py). Logprobs
+    are of the model's own.
+    """
+    drawn_from = logits if adjusted is None else adjusted
     if params.temperature == 0.0:
-        token_id = int(np.argmax(logits))
+        token_id = int(np.argmax(drawn_from))
     else:
-        token_id = _drawn(logits, params, uniform(params.seed, sequence_index, position))
+        token_id = _drawn(drawn_from, params, uniform(params.seed, sequence_index, position))
     if params.logprobs is None:
         return SampledToken(token_id)
     return _with_logprobs(logits, token_id, params.logprobs)

@@ -55,8 +55,8 @@ _Outcome = TypeVar("_Outcome")
 class Link:
     """See the module's docstring. `model`: identity of all that the KV depends on besides the tokens.
 
-    Takes the transport over and closes it. `max_transfers` bounds each direction. Transfer ids come from `random_bytes`. Raises ConfigError where the
-    limits of `config` do not fit the layout.
+    Takes the transport over and closes it. `max_transfers` bounds each direction. Transfer ids come from
+    `random_bytes`. Raises ConfigError where the limits of `config` do not fit the layout.
     """
 
     def __init__(

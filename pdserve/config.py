@@ -70,6 +70,11 @@ class RouterConfig:
     renew_interval_ms: int = 250
     worker_timeout_ms: int = 1_500
     max_requests: int = 512
+    max_recoveries: int = 4  # attempts at once that recompute what a lost worker had; the oldest streams first
+    breaker_failures: int = 3  # of a worker in a row, after which it is the last choice for a while
+    breaker_cooldown_ms: int = 2_000
+    poison_refusal_ms: int = 60_000  # how long a prompt is refused that crashed three workers
+    drain_timeout_ms: int = 30_000  # how long a process that is told to end lets streams finish
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,7 @@ class ClusterConfig:
 
     prefill: int = 1
     decode: int = 2
+    routers: int = 1  # at router.grpc_port, and the ports after it
     runtime_dir: str = ""  # default: a short folder below the system's temporary one
     start_timeout_s: float = 120.0
     restart_actors: bool = True
@@ -148,7 +154,13 @@ class Config:
             ("router.renew_interval_ms", self.router.renew_interval_ms, 10),
             ("router.worker_timeout_ms", self.router.worker_timeout_ms, 2 * self.router.renew_interval_ms),
             ("router.max_requests", self.router.max_requests, 1),
+            ("router.max_recoveries", self.router.max_recoveries, 1),
+            ("router.breaker_failures", self.router.breaker_failures, 1),
+            ("router.breaker_cooldown_ms", self.router.breaker_cooldown_ms, 0),
+            ("router.poison_refusal_ms", self.router.poison_refusal_ms, 0),
+            ("router.drain_timeout_ms", self.router.drain_timeout_ms, 0),
             ("cluster.prefill", self.cluster.prefill, 0),
+            ("cluster.routers", self.cluster.routers, 1),
             ("cluster.decode", self.cluster.decode, 1),
             ("cluster.start_timeout_s", self.cluster.start_timeout_s, 1),
         ):

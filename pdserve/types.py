@@ -53,26 +53,37 @@ class Owner:
 class SamplingParams:
     """How the next token is chosen. `temperature` 0 is greedy; top_k 0 and min_p 0 are off.
 
-    Filters apply in this order: temperature, top_k, top_p, min_p. `logprobs` None: none are
-    returned; n >= 0: the chosen token's, and the n most likely ones'.
+    First the logits are adjusted, in this order: repetition_penalty (of tokens in prompt or output), presence_penalty
+    and frequency_penalty (of tokens in the output), logit_bias, min_tokens (no stop id before). Then the filters apply:
+    temperature, top_k, top_p, min_p. `logprobs` None: none are returned; n >= 0: the chosen token's, and the n most
+    likely ones'.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0
     max_tokens: int = 16
+    min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+
+    def stops_at(self, token_id: int, eos_token_ids: Sequence[int]) -> bool:
+        """Whether this token ends an output."""
+        return token_id in self.stop_token_ids or (token_id in eos_token_ids and not self.ignore_eos)
 
     def end_of(self, output_ids: Sequence[int], eos_token_ids: Sequence[int]) -> Finish | None:
         """The regular end that the last of `output_ids` brings, or None: the one rule, for worker and router."""
         if not output_ids:
             return None
         last = output_ids[-1]
-        if last in self.stop_token_ids or (last in eos_token_ids and not self.ignore_eos):
+        if self.stops_at(last, eos_token_ids) and len(output_ids) > self.min_tokens:
             return Finish(FinishReason.STOP, stop_token_id=last)
         if len(output_ids) >= self.max_tokens:
             return Finish(FinishReason.LENGTH)
@@ -134,12 +145,14 @@ class Load:
     """What a worker tells the routers about itself, several times a second.
 
     `queued`: requests that wait for blocks or KV. `running`: requests in the batch, or, on a prefill
-    worker, prompts in computation and KV not yet acknowledged.
+    worker, prompts in computation and KV not yet acknowledged. `draining`: it finishes what it
+    has and wants nothing new.
     """
 
     queued: int = 0
     running: int = 0
     blocks: BlockCounts = field(default_factory=BlockCounts)
+    draining: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,21 +6,19 @@ to sessions and events to streams. Whoever carries them is the caller's: `server
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 from pdserve import logs
 from pdserve.clock import Clock
 from pdserve.config import RouterConfig
-from pdserve.errors import PdserveError
+from pdserve.errors import Cancelled, PdserveError
 from pdserve.rpc import cluster_pb2 as pb
 from pdserve.rpc import convert
 from pdserve.types import Finish, Load, Owner, SampledToken, Ticket, WorkerInfo
-from router.dispatch import (
+from router.actions import (
     Abort,
     Accept,
     Action,
-    Dispatch,
     End,
     Fallback,
     PrefillLocally,
@@ -30,6 +28,7 @@ from router.dispatch import (
     StartDecode,
     StartPrefill,
 )
+from router.dispatch import Dispatch
 from router.membership import Membership
 from router.policies import LeastLoaded
 
@@ -58,23 +57,35 @@ class Stream(Protocol):
     def put(self, event: Accept | End) -> None: ...
 
 
-class Control:
-    """All that one router process decides. One thread calls it. `on_members`: called when a member came or went."""
+class Observer(Protocol):
+    """Who waits for what happens to a router as a whole."""
 
-    def __init__(
-        self, incarnation: str, config: RouterConfig, clock: Clock, on_members: Callable[[], None] = lambda: None
-    ) -> None:
+    def members_changed(self) -> None:
+        """A member came or went, or drains, or serves again."""
+        ...
+
+    def all_ended(self) -> None:
+        """No request is in flight any more."""
+        ...
+
+
+class Control:
+    """All that one router process decides. One thread calls it."""
+
+    def __init__(self, incarnation: str, config: RouterConfig, clock: Clock, observer: Observer) -> None:
         self.membership = Membership(config.worker_timeout_ms / 1000)
         self.dispatch = Dispatch(incarnation, self.membership, LeastLoaded(), config)
         self._clock = clock
-        self._on_members = on_members
+        self._observer = observer
         self._sessions: dict[str, Session] = {}
         self._streams: dict[str, Stream] = {}
 
     # The front's calls.
 
-    def submit(self, request: Request, stream: Stream) -> None:
-        """Take a request over; its events go to `stream`. Raises AlreadyExists or ResourceExhausted."""
+    def submit(self, request: Request, stream: Stream, resumed: bool = False) -> None:
+        """Take a request over, a resumed one from whoever had it; its events go to `stream`. Raises as Dispatch."""
+        if resumed:
+            self.cancel(request.request_id, Cancelled("the client resumed this request over another connection"))
         actions = self.dispatch.submit(request, self._clock.now())
         self._streams[request.request_id] = stream
         self._perform(actions)
@@ -92,6 +103,10 @@ class Control:
 
     def finish(self, request_id: str, finish: Finish) -> None:
         self._perform(self.dispatch.finish(request_id, finish))
+
+    def drain_worker(self, incarnation: str, cancel: bool) -> None:
+        """Ask a worker to finish what it has and take nothing new, or to serve again."""
+        self._send(incarnation, pb.RouterMessage(drain=pb.Drain(cancel=cancel)))
 
     def tick(self) -> None:
         """Act on what is overdue: members without a sign of life, deadlines of requests."""
@@ -112,7 +127,7 @@ class Control:
             self._lose(replaced, f"replaced by {info.incarnation}")
         _log.info("worker joined", worker=info.incarnation, role=info.role.value, pid=info.pid)
         self._perform(self.dispatch.on_worker_joined(now))
-        self._on_members()
+        self._observer.members_changed()
 
     def worker_left(self, session: Session, reason: str) -> None:
         if self._sessions.get(session.info.incarnation) is session:
@@ -120,7 +135,14 @@ class Control:
             self._lose(session.info.incarnation, reason)
 
     def renewed(self, worker: str, load: Load) -> None:
-        self.membership.renew(worker, load, self._clock.now())
+        now = self._clock.now()
+        member = self.membership.get(worker)
+        turned = member is not None and member.load.draining != load.draining
+        self.membership.renew(worker, load, now)
+        if turned:
+            _log.info("worker draining" if load.draining else "worker serves again", worker=worker)
+            self._perform(self.dispatch.on_worker_joined(now))
+            self._observer.members_changed()
 
     def ticket(self, worker: str, owner: Owner, ticket: Ticket) -> None:
         self._perform(self.dispatch.on_ticket(worker, owner, ticket, self._clock.now()))
@@ -141,7 +163,7 @@ class Control:
         if session is not None:
             session.close()
         self._perform(self.dispatch.on_worker_lost(incarnation, self._clock.now()))
-        self._on_members()
+        self._observer.members_changed()
 
     # What the cores decided.
 
@@ -174,6 +196,8 @@ class Control:
                     self._streams[action.request_id].put(action)
                 case End():
                     self._streams.pop(action.request_id).put(action)
+                    if not self._streams:
+                        self._observer.all_ended()
                 case Fallback():
                     _log.warning("fallback", owner=action.owner, rung=action.rung, reason=action.reason)
                 case Retry():

@@ -13,6 +13,9 @@ It owns a request from `submit` to its `End` action. What it knows of an attempt
 A prefill worker that is lost or fails does not end the attempt: the decode worker keeps what it received, and issues a
 ticket for another one or computes the rest itself.
 
+Attempts go on as long as they bring tokens; `max_attempts` in a row without one end the request. After a worker's loss
+its requests are placed again a few at a time, the oldest first, so that they do not crowd out everybody else.
+
 A token is accepted once: when it comes from the decode worker of the current attempt, at the next output position.
 Everything that an older attempt still says is fenced off by its owner.
 """
@@ -26,6 +29,7 @@ from pdserve.config import RouterConfig
 from pdserve.errors import (
     AlreadyExists,
     Cancelled,
+    FailedPrecondition,
     InternalError,
     PdserveError,
     ProtocolError,
@@ -33,102 +37,24 @@ from pdserve.errors import (
     TransferError,
     Unavailable,
 )
-from pdserve.types import Finish, Owner, SampledToken, SamplingParams, Ticket
+from pdserve.types import Finish, Owner, Role, SampledToken, Ticket
+from router.actions import (
+    Abort,
+    Accept,
+    Action,
+    End,
+    Fallback,
+    PrefillLocally,
+    Request,
+    Retry,
+    SenderLost,
+    StartDecode,
+    StartPrefill,
+)
+from router.breaker import Breakers
 from router.membership import Membership
 from router.policies import Candidate, Policy, Wish
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What a client asked for, validated and tokenised."""
-
-    request_id: str
-    prompt_ids: tuple[int, ...]
-    params: SamplingParams
-    tenant: str = "default"
-
-
-@dataclass(frozen=True, slots=True)
-class StartDecode:
-    worker: str
-    owner: Owner
-    request: Request
-    output_ids: tuple[int, ...]
-    local_prefill: bool
-
-
-@dataclass(frozen=True, slots=True)
-class StartPrefill:
-    worker: str
-    owner: Owner
-    request: Request
-    output_ids: tuple[int, ...]
-    ticket: Ticket
-
-
-@dataclass(frozen=True, slots=True)
-class SenderLost:
-    """A decode worker shall not wait for the sender of this epoch any longer."""
-
-    worker: str
-    owner: Owner
-    epoch: int
-    error: PdserveError
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillLocally:
-    """There is no prefill worker for this decode worker's ticket."""
-
-    worker: str
-    owner: Owner
-
-
-@dataclass(frozen=True, slots=True)
-class Fallback:
-    """For the log and the metrics: an attempt goes on without its prefill worker."""
-
-    owner: Owner
-    rung: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """A worker shall drop everything it holds for this owner."""
-
-    worker: str
-    owner: Owner
-
-
-@dataclass(frozen=True, slots=True)
-class Accept:
-    """Tokens for the client, in order, each exactly once."""
-
-    request_id: str
-    tokens: tuple[SampledToken, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Retry:
-    """For the log: an attempt failed and another will be made."""
-
-    owner: Owner
-    phase: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """The one terminal event of a request."""
-
-    request_id: str
-    outcome: Finish | PdserveError
-    attempts: int
-    exact: bool
-
-
-Action = StartDecode | StartPrefill | SenderLost | PrefillLocally | Abort | Accept | Fallback | Retry | End
+from router.suspicion import Refusals, Suspicion
 
 
 class Phase(Enum):
@@ -158,12 +84,19 @@ class _InFlight:
     deadline: float | None = None
     attempt: _Attempt | None = None
     attempts: int = 0
+    fruitless: int = 0  # attempts in a row that brought no token
     output_ids: list[int] = field(default_factory=list)
+    suspicion: Suspicion = field(default_factory=Suspicion)
     avoid: set[str] = field(default_factory=set)
     eos_token_ids: tuple[int, ...] = ()
     prompt_fingerprint: str | None = None
     output_fingerprint: str | None = None
     exact: bool = True
+
+    @property
+    def recovering(self) -> bool:
+        """A later attempt is being made and has brought no token yet."""
+        return self.attempts > 1 and self.phase in (Phase.TICKET, Phase.PREFILL)
 
 
 class Dispatch:
@@ -174,7 +107,9 @@ class Dispatch:
         self._membership = membership
         self._policy = policy
         self._config = config
-        self._requests: dict[str, _InFlight] = {}
+        self._breakers = Breakers(config.breaker_failures, config.breaker_cooldown_ms / 1000)
+        self._refusals = Refusals(config.poison_refusal_ms / 1000)
+        self._requests: dict[str, _InFlight] = {}  # the oldest first
         self._attempts = 0  # made so far, of all requests: a request id may come again, an owner may not
 
     def __len__(self) -> int:
@@ -187,12 +122,18 @@ class Dispatch:
     # Events.
 
     def submit(self, request: Request, now: float) -> list[Action]:
-        """Take a request over. Raises AlreadyExists or ResourceExhausted, and then has not taken it."""
+        """Take a request over. Raises AlreadyExists, ResourceExhausted or, for a prompt that crashed workers,
+        FailedPrecondition, and then has not taken it."""
         if request.request_id in self._requests:
             raise AlreadyExists(f"request_id: {request.request_id!r} is in flight at this router; choose another")
         if len(self._requests) >= self._config.max_requests:
             raise ResourceExhausted(f"{len(self._requests)} requests are in flight, the most this router takes")
-        entry = _InFlight(request)
+        refused_s = self._refusals.remaining_s(request.tenant, request.prompt_ids, now)
+        if refused_s > 0:
+            raise FailedPrecondition(
+                f"this prompt crashed several workers; it is refused for another {refused_s:.0f} s"
+            )
+        entry = _InFlight(request, output_ids=list(request.received_ids))
         self._requests[request.request_id] = entry
         return self._place(entry, now)
 
@@ -203,13 +144,16 @@ class Dispatch:
             return []
         if entry.phase not in (Phase.TICKET, Phase.PREFILL) or ticket.epoch <= entry.attempt.epoch:
             return []
+        if entry.suspicion.isolated:
+            return self._compute_alone(entry, worker)
         first = entry.phase is Phase.TICKET
         entry.phase = Phase.PREFILL
         entry.deadline = None
         entry.attempt.epoch = ticket.epoch
-        entry.attempt.prefill = self._policy.choose_prefill(self._wish(entry), self._candidates())
+        entry.attempt.prefill = self._policy.choose_prefill(self._wish(entry), self._candidates(now))
         if entry.attempt.prefill is None:
             return [PrefillLocally(worker, owner)]
+        self._note_placed(entry.attempt.prefill, now)
         self._note_prompt(entry, entry.attempt.prefill)
         start = StartPrefill(entry.attempt.prefill, owner, entry.request, tuple(entry.output_ids), ticket)
         return [start] if first else [Fallback(owner, "another sender", f"epoch {ticket.epoch}"), start]
@@ -236,8 +180,11 @@ class Dispatch:
         entry.phase = Phase.DECODE
         entry.deadline = None
         entry.attempt.prefill = None
+        entry.fruitless = 0
         entry.output_ids.extend(token.token_id for token in tokens)
-        return [Accept(entry.request.request_id, tokens)]
+        entry.suspicion.progressed(len(entry.output_ids))
+        self._note_success(worker)
+        return [Accept(entry.request.request_id, tokens), *self._place_waiting(now)]
 
     def on_terminal(self, worker: str, owner: Owner, outcome: Finish | PdserveError | None, now: float) -> list[Action]:
         """A worker's work for an owner has ended. None: a prefill that was delivered."""
@@ -247,31 +194,37 @@ class Dispatch:
         if worker == entry.attempt.decode:
             entry.attempt.decode = None
             if isinstance(outcome, PdserveError):
-                return self._fail_attempt(entry, outcome, worker, now)
-            return self._end(entry, outcome) if outcome else []
+                self._note_failure(worker, outcome, now)
+                return [*self._fail_attempt(entry, outcome, worker, now), *self._place_waiting(now)]
+            return [*self._end(entry, outcome), *self._place_waiting(now)] if outcome else []
         if worker == entry.attempt.prefill:
             entry.attempt.prefill = None
             if isinstance(outcome, PdserveError):
+                self._note_failure(worker, outcome, now)
                 return self._lose_prefill(entry, worker, outcome, now)
+            self._note_success(worker)
         return []
 
     def on_worker_lost(self, worker: str, now: float) -> list[Action]:
         """A member has left. What still needs it goes on elsewhere."""
         actions: list[Action] = []
+        lost = Unavailable(f"worker {worker} was lost")
+        self._note_failure(worker, lost, now)
         for entry in list(self._requests.values()):
-            lost = Unavailable(f"worker {worker} was lost")
-            if entry.attempt and worker == entry.attempt.decode:
+            if entry.attempt is None or worker not in entry.attempt.workers():
+                continue
+            entry.suspicion.crashed(len(entry.output_ids))
+            if worker == entry.attempt.decode:
                 entry.attempt.decode = None
                 actions += self._fail_attempt(entry, lost, worker, now)
-            elif entry.attempt and worker == entry.attempt.prefill:
+            else:
                 entry.attempt.prefill = None
                 actions += self._lose_prefill(entry, worker, lost, now)
-        return actions
+        return actions + self._place_waiting(now)
 
     def on_worker_joined(self, now: float) -> list[Action]:
-        """A member was added: requests that wait for a place may get one."""
-        waiting = [entry for entry in self._requests.values() if entry.phase is Phase.PLACING]
-        return [action for entry in waiting for action in self._place(entry, now)]
+        """A member was added, or wants work again: requests that wait for a place may get one."""
+        return self._place_waiting(now)
 
     def cancel(self, request_id: str, error: PdserveError | None = None) -> list[Action]:
         """End a request with an error; unknown ids are no error."""
@@ -296,8 +249,9 @@ class Dispatch:
                 actions += self._end(entry, Unavailable(f"no decode worker is alive (waited {waited_s:g} s)"))
             elif entry.attempt is not None and entry.attempt.decode is not None:
                 silent = TransferError(f"{entry.attempt.decode} issued no ticket in time")
+                self._note_failure(entry.attempt.decode, silent, now)
                 actions += self._fail_attempt(entry, silent, entry.attempt.decode, now)
-        return actions
+        return actions + self._place_waiting(now)
 
     # What they have in common.
 
@@ -308,38 +262,69 @@ class Dispatch:
             return None
         return entry
 
+    def _place_waiting(self, now: float) -> list[Action]:
+        """Place what waits for a worker or for its turn to recover, the oldest first."""
+        waiting = [entry for entry in self._requests.values() if entry.phase is Phase.PLACING]
+        return [action for entry in waiting for action in self._place(entry, now)]
+
     def _place(self, entry: _InFlight, now: float) -> list[Action]:
-        """Start the next attempt, or wait for a worker to place it on."""
-        wish, candidates = self._wish(entry), self._candidates()
+        """Start the next attempt, or let it wait for a worker or for its turn."""
+        entry.phase = Phase.PLACING
+        if entry.attempts and self._recoveries() >= self._config.max_recoveries:
+            entry.deadline = None  # those before it have one
+            return []
+        wish, candidates = self._wish(entry), self._candidates(now)
         decode = self._policy.choose_decode(wish, candidates)
         if decode is None:
-            entry.phase = Phase.PLACING
             if entry.deadline is None:
                 entry.deadline = now + self._config.placement_timeout_ms / 1000
             return []
+        self._note_output(entry, decode)
+        finish = entry.request.params.end_of(entry.output_ids, entry.eos_token_ids)
+        if finish is not None:  # nothing is missing but the end
+            return self._end(entry, finish)
+        self._note_placed(decode, now)
         entry.attempts += 1
+        entry.fruitless += 1
         self._attempts += 1
         owner = Owner(entry.request.tenant, entry.request.request_id, self._incarnation, self._attempts)
         entry.attempt = _Attempt(owner, decode)
-        self._note_output(entry, decode)
-        local = self._policy.choose_prefill(wish, candidates) is None
+        local = self._computes_alone(entry, decode) or self._policy.choose_prefill(wish, candidates) is None
         if local:
             self._note_prompt(entry, decode)
         entry.phase = Phase.PREFILL if local else Phase.TICKET
         entry.deadline = None if local else now + self._config.ticket_timeout_ms / 1000
         return [StartDecode(decode, owner, entry.request, tuple(entry.output_ids), local)]
 
+    def _recoveries(self) -> int:
+        return sum(1 for entry in self._requests.values() if entry.recovering)
+
+    def _computes_alone(self, entry: _InFlight, decode: str) -> bool:
+        """Whether the attempt shall do without a prefill worker even if there is one."""
+        member = self._membership.get(decode)
+        return entry.suspicion.isolated or (member is not None and member.info.role is Role.PREFILL)
+
+    def _compute_alone(self, entry: _InFlight, decode: str) -> list[Action]:
+        """Let the decode worker do without any prefill worker from now on."""
+        assert entry.attempt is not None
+        entry.phase = Phase.PREFILL
+        entry.deadline = None
+        return [PrefillLocally(decode, entry.attempt.owner)]
+
     def _wish(self, entry: _InFlight) -> Wish:
         return Wish(frozenset(entry.avoid), entry.prompt_fingerprint, entry.output_fingerprint)
 
-    def _candidates(self) -> list[Candidate]:
+    def _candidates(self, now: float) -> list[Candidate]:
         requests: dict[str, int] = {}
         prompt_tokens: dict[str, int] = {}
+        isolating: set[str] = set()
         for entry in self._requests.values():
             for worker in entry.attempt.workers() if entry.attempt else ():
                 requests[worker] = requests.get(worker, 0) + 1
                 tokens = len(entry.request.prompt_ids) + len(entry.output_ids)
                 prompt_tokens[worker] = prompt_tokens.get(worker, 0) + tokens
+                if entry.suspicion.isolated:
+                    isolating.add(worker)
         return [
             Candidate(
                 incarnation=member.info.incarnation,
@@ -349,9 +334,29 @@ class Dispatch:
                 assigned_requests=requests.get(member.info.incarnation, 0),
                 assigned_prompt_tokens=prompt_tokens.get(member.info.incarnation, 0),
                 free_blocks=member.load.blocks.free,
+                draining=member.load.draining,
+                tripped=self._breakers.is_open(member.info.worker_id, now),
+                isolating=member.info.incarnation in isolating,
             )
             for member in self._membership
         ]
+
+    # Breakers know workers by their id: one that crashes whenever it is started stays noticed.
+
+    def _note_placed(self, worker: str, now: float) -> None:
+        info = self._membership.known(worker)
+        if info is not None:
+            self._breakers.placed(info.worker_id, now)
+
+    def _note_success(self, worker: str) -> None:
+        info = self._membership.known(worker)
+        if info is not None:
+            self._breakers.succeeded(info.worker_id)
+
+    def _note_failure(self, worker: str, error: PdserveError, now: float) -> None:
+        info = self._membership.known(worker)
+        if info is not None and error.blames_worker:
+            self._breakers.failed(info.worker_id, now)
 
     # The first worker to compute a range decides its fingerprint; another one's makes the stream inexact.
 
@@ -381,8 +386,12 @@ class Dispatch:
         """The sender is gone before the first token: let the decode worker ask for another one."""
         assert entry.attempt is not None
         assert entry.attempt.decode is not None
+        if entry.suspicion.convicted:
+            return self._convict(entry, now)
         if not error.retryable:
             return self._end(entry, error)
+        if entry.suspicion.isolated:
+            return self._compute_alone(entry, entry.attempt.decode)
         entry.avoid.add(worker)
         entry.deadline = now + self._config.ticket_timeout_ms / 1000
         return [SenderLost(entry.attempt.decode, entry.attempt.owner, entry.attempt.epoch, error)]
@@ -397,14 +406,22 @@ class Dispatch:
         finish = entry.request.params.end_of(entry.output_ids, entry.eos_token_ids)
         if finish is not None:  # only the worker's Terminal was lost
             return [*actions, *self._end(entry, finish)]
+        if entry.suspicion.convicted:
+            return [*actions, *self._convict(entry, now)]
         if not error.retryable:
             return [*actions, *self._end(entry, error)]
-        if entry.attempts >= self._config.max_attempts:
+        if entry.fruitless >= self._config.max_attempts:
             if not isinstance(error, ResourceExhausted | InternalError):
-                error = Unavailable(f"gave up after {entry.attempts} attempts; the last one: {error}")
+                error = Unavailable(f"gave up after {entry.fruitless} attempts without a token; the last one: {error}")
             return [*actions, *self._end(entry, error)]
         entry.avoid.add(worker)
         return [*actions, Retry(owner, phase, str(error)), *self._place(entry, now)]
+
+    def _convict(self, entry: _InFlight, now: float) -> list[Action]:
+        """End a request that crashes workers, and refuse its like for a while."""
+        self._refusals.add(entry.request.tenant, entry.request.prompt_ids, now)
+        crashes = entry.suspicion.crashes
+        return self._end(entry, InternalError(f"{crashes} workers in a row crashed on this request; it is given up"))
 
     def _abort_attempt(self, entry: _InFlight) -> list[Action]:
         assert entry.attempt is not None

@@ -23,7 +23,7 @@ from pdserve.errors import Cancelled, InvalidArgument, NotFound, PdserveError, R
 from pdserve.rpc import inference_pb2 as pb
 from pdserve.rpc.inference_pb2_grpc import InferenceServicer
 from pdserve.types import Finish, FinishReason, ModelLimits, SampledToken, Usage
-from router.dispatch import Accept, End, Request
+from router.actions import Accept, End, Request
 from router.text import ChatMessage, Detokenizer, StopStrings, Tokenizer
 from router.validation import GenerateParams, ResolvedRequest, check_chat, check_prompt_text, resolve_request
 
@@ -50,9 +50,11 @@ class RouterCalls(Protocol):
 
     async def limits(self) -> ModelLimits: ...
 
-    def submit(self, request: Request) -> Events: ...
+    def submit(self, request: Request, resumed: bool) -> Events: ...
 
     def abandon(self, stream: Events) -> None: ...
+
+    def drain_worker(self, worker_id: str, cancel: bool) -> None: ...
 
     def cancel(self, request_id: str, error: PdserveError | None = None) -> bool: ...
 
@@ -66,9 +68,11 @@ class RouterCalls(Protocol):
 class Output:
     """One output's text side: ids in, text out, up to a stop string."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...], with_logprobs: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...], min_tokens: int, with_logprobs: bool) -> None:
+        """No stop string that begins within the first `min_tokens` tokens counts."""
         self._detokenizer = Detokenizer(tokenizer)
         self._stops = StopStrings(stops)
+        self._min_tokens = min_tokens
         self._with_logprobs = with_logprobs
         self.token_count = 0
 
@@ -81,15 +85,21 @@ class Output:
         """The delta these tokens make. Tokens after the one that completed a stop string are dropped."""
         delta = pb.Delta()
         for token in tokens:
-            text, matched = self._stops.push(self._detokenizer.push([token.token_id]))
+            text, matched = self._detokenizer.push([token.token_id]), None
+            if self.token_count >= self._min_tokens:
+                text, matched = self._stops.push(text)
             delta.text += text
             delta.token_ids.append(token.token_id)
-            if self._with_logprobs:
+            if self._with_logprobs and token.logprob is not None:
                 delta.logprobs.append(_logprobs(token))
             self.token_count += 1
             if matched is not None:
                 break
         return delta
+
+    def replay(self, token_ids: Iterable[int]) -> None:
+        """Stand where another router's output stood after these ids; their text went out there."""
+        self.push(SampledToken(token_id) for token_id in token_ids)
 
     def finish(self) -> str:
         """The text that was held back and is final now."""
@@ -109,7 +119,10 @@ class Frontend(InferenceServicer):
     ) -> AsyncIterator[pb.GenerateResponse]:
         try:
             resolved = await self._resolve(request)
-            events = self._router.submit(Request(resolved.request_id, resolved.prompt_ids, resolved.sampling))
+            resumed = request.HasField("resume")
+            events = self._router.submit(
+                Request(resolved.request_id, resolved.prompt_ids, resolved.sampling, resolved.received_ids), resumed
+            )
         except PdserveError as error:
             await _abort(context, error)
         try:
@@ -133,13 +146,28 @@ class Frontend(InferenceServicer):
             await _abort(context, error)
             raise AssertionError("unreachable") from error
 
+    async def DrainWorker(
+        self, request: pb.DrainWorkerRequest, context: grpc.aio.ServicerContext
+    ) -> pb.DrainWorkerResponse:
+        try:
+            self._router.drain_worker(request.worker_id, request.cancel)
+        except PdserveError as error:
+            await _abort(context, error)
+        return pb.DrainWorkerResponse()
+
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext) -> pb.ServerInfo:
         return self._router.server_info()
 
     async def _resolve(self, request: pb.GenerateRequest) -> ResolvedRequest:
+        if len(request.resume.outputs) > 1:
+            raise InvalidArgument("resume", f"has {len(request.resume.outputs)} outputs: this request has 1")
+        received_ids = [token_id for output in request.resume.outputs for token_id in output.ids]
         field, prompt_ids = await asyncio.to_thread(self._prompt_ids, request)  # a long prompt takes a while
         params = _params(request.request_id or uuid.uuid4().hex, request.model, request.sampling)
-        return resolve_request(params, prompt_ids, await self._router.limits(), self._router.model, prompt_field=field)
+        limits = await self._router.limits()
+        return resolve_request(
+            params, prompt_ids, limits, self._router.model, prompt_field=field, received_ids=received_ids
+        )
 
     def _prompt_ids(self, request: pb.GenerateRequest) -> tuple[str, list[int]]:
         """The prompt as ids, and the field it came in."""
@@ -156,7 +184,11 @@ class Frontend(InferenceServicer):
         raise InvalidArgument("prompt", "is missing: set prompt, prompt_token_ids or chat")
 
     async def _stream(self, resolved: ResolvedRequest, events: Events) -> AsyncIterator[pb.GenerateResponse]:
-        output = Output(self._tokenizer, resolved.stop, resolved.sampling.logprobs is not None)
+        sampling = resolved.sampling
+        output = Output(self._tokenizer, resolved.stop, sampling.min_tokens, sampling.logprobs is not None)
+        output.replay(resolved.received_ids)
+        if output.stop is not None:
+            self._router.finish(resolved.request_id, Finish(FinishReason.STOP, stop=output.stop))
         async for event in events:
             if isinstance(event, Accept) and output.stop is None:
                 delta = output.push(event.tokens)
@@ -188,6 +220,11 @@ def _params(request_id: str, model: str, sampling: pb.SamplingParams) -> Generat
         stop_token_ids=tuple(sampling.stop_token_ids),
         ignore_eos=sampling.ignore_eos,
         logprobs=given("logprobs"),
+        presence_penalty=given("presence_penalty"),
+        frequency_penalty=given("frequency_penalty"),
+        repetition_penalty=given("repetition_penalty"),
+        min_tokens=given("min_tokens"),
+        logit_bias=tuple(sampling.logit_bias.items()),
     )
 
 

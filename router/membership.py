@@ -45,6 +45,13 @@ class Membership:
     def with_role(self, role: Role) -> list[Member]:
         return [member for member in self if member.info.role is role]
 
+    def known(self, incarnation: str) -> WorkerInfo | None:
+        """A member, or a worker that was one and has not come back."""
+        member = self._members.get(incarnation)
+        if member is not None:
+            return member.info
+        return next((info for info in self._lost.values() if info.incarnation == incarnation), None)
+
     @property
     def lost(self) -> list[WorkerInfo]:
         """Workers that were here and have not come back, the latest last."""

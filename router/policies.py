@@ -11,7 +11,8 @@ from pdserve.types import Role
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A living worker at the moment of the choice. `assigned_*`: what this router has placed there itself and not
-    seen the end of, which is fresher than the load the worker tells."""
+    seen the end of, which is fresher than the load the worker tells. `draining`: wants nothing new. `tripped`: its
+    circuit breaker is open. `isolating`: a request is alone there that may crash it."""
 
     incarnation: str
     worker_id: str
@@ -20,6 +21,9 @@ class Candidate:
     assigned_requests: int
     assigned_prompt_tokens: int
     free_blocks: int
+    draining: bool = False
+    tripped: bool = False
+    isolating: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,7 @@ class Wish:
 
 class Policy(Protocol):
     def choose_decode(self, wish: Wish, candidates: list[Candidate]) -> str | None:
-        """A decode worker, or None where none is alive."""
+        """A worker to decode, or None where none is alive."""
         ...
 
     def choose_prefill(self, wish: Wish, candidates: list[Candidate]) -> str | None:
@@ -42,16 +46,19 @@ class Policy(Protocol):
 
 
 class LeastLoaded:
-    """The least loaded worker of each role. Exactness first: a decode worker that failed the attempt before is the
-    last choice, one of another fingerprint the last but one."""
+    """The least loaded worker of each role. One that failed the attempt before is the last choice to decode; exactness
+    comes next, then health, then load. Where no decode worker is left, a prefill worker takes both roles."""
 
     def choose_decode(self, wish: Wish, candidates: list[Candidate]) -> str | None:
-        decoders = [c for c in candidates if c.role is Role.DECODE]
+        willing = [c for c in candidates if not c.draining]
+        decoders = [c for c in willing if c.role is Role.DECODE] or willing
         chosen = min(
             decoders,
             key=lambda c: (
                 c.incarnation in wish.avoid,
                 wish.output_fingerprint not in (None, c.fingerprint),
+                c.tripped,
+                c.isolating,
                 c.assigned_requests,
                 -c.free_blocks,
                 c.worker_id,
@@ -61,11 +68,15 @@ class LeastLoaded:
         return chosen.incarnation if chosen else None
 
     def choose_prefill(self, wish: Wish, candidates: list[Candidate]) -> str | None:
-        prefillers = [c for c in candidates if c.role is Role.PREFILL and c.incarnation not in wish.avoid]
+        prefillers = [
+            c for c in candidates if c.role is Role.PREFILL and not c.draining and c.incarnation not in wish.avoid
+        ]
         chosen = min(
             prefillers,
             key=lambda c: (
                 wish.prompt_fingerprint not in (None, c.fingerprint),
+                c.tripped,
+                c.isolating,
                 c.assigned_prompt_tokens,
                 c.assigned_requests,
                 -c.free_blocks,

@@ -6,6 +6,7 @@ It carries what control.py decides. Nothing here decides anything.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.metadata
 import os
 import secrets
@@ -20,11 +21,11 @@ from grpc_reflection.v1alpha import reflection
 from pdserve import logs
 from pdserve.clock import Clock, SystemClock
 from pdserve.config import RouterConfig
-from pdserve.errors import ConfigError, PdserveError, Unavailable
+from pdserve.errors import ConfigError, NotFound, PdserveError, Unavailable
 from pdserve.rpc import cluster_pb2_grpc, convert, inference_pb2, inference_pb2_grpc
 from pdserve.types import Finish, ModelLimits, Role
+from router.actions import Accept, End, Request
 from router.control import Control
-from router.dispatch import Accept, End, Request
 from router.frontend import Frontend
 from router.sessions import Sessions
 from router.text import Tokenizer
@@ -73,7 +74,7 @@ class Router:
         self.grpc_address = ""
         self.session_address = ""
         self._config = config
-        self._control = Control(self.incarnation, config, clock or SystemClock(), self._note_members)
+        self._control = Control(self.incarnation, config, clock or SystemClock(), self)
         self._membership = self._control.membership
         self._dispatch = self._control.dispatch
         self._tokenizer = Tokenizer.load(model_directory)
@@ -81,6 +82,8 @@ class Router:
         self._eos_token_ids: tuple[int, ...] = ()
         self._first_join = asyncio.Event()
         self._joined = asyncio.Event()
+        self._all_ended = asyncio.Event()
+        self._draining = False
         self._health = health_aio.HealthServicer()
         self._servers: list[grpc.aio.Server] = []
         self._ticker: asyncio.Task[None] | None = None
@@ -110,6 +113,17 @@ class Router:
         self._ticker = asyncio.create_task(self._tick_forever())
         _log.info("router listens", grpc=self.grpc_address, sessions=self.session_address, model=self.model)
 
+    async def drain(self, timeout_s: float) -> None:
+        """Say NOT_SERVING, take nothing new, and wait until every stream has ended or the time is over."""
+        _log.info("router drains", running=len(self._dispatch))
+        self._draining = True
+        await self._update_health()
+        self._all_ended.clear()
+        if len(self._dispatch):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._all_ended.wait(), timeout_s)
+        _log.info("router drained", left=len(self._dispatch))
+
     async def stop(self, grace_s: float = 1.0) -> None:
         """End what is in flight and close both ports."""
         if self._ticker is not None:
@@ -131,7 +145,7 @@ class Router:
             self._control.tick()
 
     async def _update_health(self) -> None:
-        serving = bool(self._membership.with_role(Role.DECODE))
+        serving = not self._draining and any(not member.load.draining for member in self._membership)
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for service in ("", _SERVICE):
             await self._health.set(service, status)
@@ -147,10 +161,12 @@ class Router:
         assert self._limits is not None
         return self._limits
 
-    def submit(self, request: Request) -> RequestStream:
-        """Take a request over. Raises AlreadyExists or ResourceExhausted."""
+    def submit(self, request: Request, resumed: bool = False) -> RequestStream:
+        """Take a request over; a resumed one from whoever had it. Raises AlreadyExists or ResourceExhausted."""
+        if self._draining:
+            raise Unavailable("this router is shutting down; ask another one")
         stream = RequestStream(request.request_id)
-        self._control.submit(request, stream)
+        self._control.submit(request, stream, resumed)
         return stream
 
     def abandon(self, stream: RequestStream) -> None:
@@ -170,6 +186,14 @@ class Router:
             self._joined.clear()
             await self._joined.wait()
 
+    def drain_worker(self, worker_id: str, cancel: bool) -> None:
+        """Ask a worker to finish what it has and take nothing new. Raises NotFound."""
+        member = next((member for member in self._membership if member.info.worker_id == worker_id), None)
+        if member is None:
+            known = ", ".join(sorted(member.info.worker_id for member in self._membership)) or "none"
+            raise NotFound(f"worker_id: no worker {worker_id!r} is alive; there are: {known}")
+        self._control.drain_worker(member.info.incarnation, cancel)
+
     def model_info(self, limits: ModelLimits) -> inference_pb2.ModelInfo:
         return inference_pb2.ModelInfo(
             model=self.model,
@@ -186,7 +210,7 @@ class Router:
                 role=member.info.role.value,
                 pid=member.info.pid,
                 host=member.info.host,
-                state="ready",
+                state="draining" if member.load.draining else "ready",
                 queue=member.load.queued,
                 requests=self._dispatch.assigned(member.info.incarnation),
                 blocks=convert.blocks_to_proto(member.load.blocks),
@@ -214,8 +238,12 @@ class Router:
             workers=sorted(workers, key=lambda worker: (worker.role != Role.PREFILL.value, worker.worker_id)),
         )
 
-    def _note_members(self) -> None:
-        """A member came or went."""
+    # What the control tells.
+
+    def all_ended(self) -> None:
+        self._all_ended.set()
+
+    def members_changed(self) -> None:
         if len(list(self._membership)):
             self._note_limits()
         asyncio.get_running_loop().create_task(self._update_health())

@@ -25,6 +25,7 @@ MAX_STOP_STRINGS: Final = 16
 MAX_STOP_CHARS: Final = 256
 MAX_STOP_TOKEN_IDS: Final = 128
 MAX_LOGPROBS: Final = 20
+MAX_LOGIT_BIASES: Final = 1024
 
 # Below this a temperature counts as 0, as elsewhere in the ecosystem: it is greedy but for rounding.
 GREEDY_TEMPERATURE: Final = 1e-5
@@ -46,6 +47,11 @@ class GenerateParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +63,7 @@ class ResolvedRequest:
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     stop: tuple[str, ...]
+    received_ids: tuple[int, ...] = ()
 
 
 def resolve_request(
@@ -66,8 +73,9 @@ def resolve_request(
     served_model: str,
     *,
     prompt_field: str = "prompt",
+    received_ids: Sequence[int] = (),
 ) -> ResolvedRequest:
-    """Check everything and fill in every default, or raise InvalidArgument.
+    """Check everything and fill in every default, or raise InvalidArgument. `received_ids`: of a resumed request.
 
     `prompt_field` is the public field that the ids came from: prompt, prompt_token_ids or chat. `limits` are the
     smallest of the workers that may serve it. Equal arguments give an equal result, the seed included.
@@ -79,18 +87,27 @@ def resolve_request(
     room = _check_prompt(prompt_field, prompt_ids, limits)
     _check_stop(params.stop)
     _check_stop_token_ids(params.stop_token_ids, limits.vocab_size)
+    max_tokens = _max_tokens(params.max_tokens, len(prompt_ids), room)
     sampling = SamplingParams(
         temperature=_temperature(params.temperature),
         top_p=_top_p(params.top_p),
         top_k=_top_k(params.top_k),
         min_p=_min_p(params.min_p),
         seed=_seed(params.seed, params.request_id),
-        max_tokens=_max_tokens(params.max_tokens, len(prompt_ids), room),
+        max_tokens=max_tokens,
+        min_tokens=_min_tokens(params.min_tokens, max_tokens),
+        presence_penalty=_penalty("presence_penalty", params.presence_penalty),
+        frequency_penalty=_penalty("frequency_penalty", params.frequency_penalty),
+        repetition_penalty=_repetition_penalty(params.repetition_penalty),
+        logit_bias=_logit_bias(params.logit_bias, limits.vocab_size),
         stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,
         logprobs=_logprobs(params.logprobs),
     )
-    return ResolvedRequest(params.request_id, served_model, tuple(prompt_ids), sampling, params.stop)
+    _check_received(received_ids, max_tokens, limits.vocab_size)
+    return ResolvedRequest(
+        params.request_id, served_model, tuple(prompt_ids), sampling, params.stop, tuple(received_ids)
+    )
 
 
 def check_prompt_text(text: str) -> None:
@@ -231,6 +248,54 @@ def _max_tokens(value: int | None, prompt_tokens: int, room: int) -> int:
             "max_tokens", f"is {value}: the prompt's {prompt_tokens} tokens leave room for at most {room}"
         )
     return value
+
+
+def _check_received(token_ids: Sequence[int], max_tokens: int, vocab_size: int) -> None:
+    if len(token_ids) > max_tokens:
+        raise InvalidArgument(
+            "resume", f"has {len(token_ids)} tokens: at most {max_tokens}, max_tokens, can be received"
+        )
+    for index, token_id in enumerate(token_ids):
+        if not 0 <= token_id < vocab_size:
+            raise InvalidArgument(
+                "resume", f"token {index} is {token_id}: must be in [0, {vocab_size - 1}], the vocabulary"
+            )
+
+
+def _min_tokens(value: int | None, max_tokens: int) -> int:
+    if value is None:
+        return 0
+    if not 0 <= value <= max_tokens:
+        raise InvalidArgument("min_tokens", f"is {value}: must be in [0, {max_tokens}], max_tokens")
+    return value
+
+
+def _penalty(field: str, value: float | None) -> float:
+    if value is None:
+        return 0.0
+    if not -2.0 <= value <= 2.0:
+        raise InvalidArgument(field, f"is {value}: must be in [-2, 2], where 0 is off")
+    return value
+
+
+def _repetition_penalty(value: float | None) -> float:
+    if value is None:
+        return 1.0
+    if not 0.0 < value <= 2.0:
+        raise InvalidArgument("repetition_penalty", f"is {value}: must be in (0, 2], where 1 is off")
+    return value
+
+
+def _logit_bias(biases: tuple[tuple[int, float], ...], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    """In the order of token ids, so that equal requests are equal."""
+    if len(biases) > MAX_LOGIT_BIASES:
+        raise InvalidArgument("logit_bias", f"has {len(biases)} tokens: at most {MAX_LOGIT_BIASES} are allowed")
+    for token_id, bias in biases:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidArgument("logit_bias", f"token {token_id}: must be in [0, {vocab_size - 1}], the vocabulary")
+        if not -100.0 <= bias <= 100.0:
+            raise InvalidArgument("logit_bias", f"of token {token_id} is {bias}: must be in [-100, 100]")
+    return tuple(sorted(biases))
 
 
 def _logprobs(value: int | None) -> int | None:

@@ -40,12 +40,13 @@ def check_worker(worker: SimulatedWorker) -> None:
 
 def check_router(router: SimulatedRouter) -> None:
     """Each request in flight has its stream and somebody or some time to wait for; there are not more than allowed."""
-    streams, requests = len(router.control._streams), len(router.control.dispatch)
+    dispatch = router.control.dispatch
+    streams, requests = len(router.control._streams), len(dispatch)
     if streams != requests:
         raise Violation(f"{router.process.name}: {requests} requests have {streams} streams")
-    for entry in router.control.dispatch._requests.values():
+    for entry in dispatch._requests.values():
         if entry.phase is Phase.PLACING:
-            waits = entry.deadline is not None
+            waits = entry.deadline is not None or dispatch._recoveries() >= router.config.max_recoveries
         else:
             waits = entry.attempt is not None and entry.attempt.decode in router.control._sessions
         if not waits:

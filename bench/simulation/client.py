@@ -10,9 +10,17 @@ from bench.simulation.network import Fabric, Wire
 from bench.simulation.oracle import Script, Violation
 from bench.simulation.router import RouterStream, SimulatedRouter
 from bench.simulation.timeline import Process
-from pdserve.errors import AlreadyExists, Cancelled, PdserveError, ResourceExhausted, Unavailable
+from pdserve.errors import (
+    AlreadyExists,
+    Cancelled,
+    FailedPrecondition,
+    InternalError,
+    PdserveError,
+    ResourceExhausted,
+    Unavailable,
+)
 from pdserve.types import Finish, FinishReason, SamplingParams
-from router.dispatch import Accept, End, Request
+from router.actions import Accept, End, Request
 
 _RETRY_S = 0.1
 _KEEPALIVE_S = 2.0  # after which a client notices that its router is gone without a word
@@ -71,8 +79,7 @@ class Job:
             self._client.after(_RETRY_S, "client retries", self.start)
             return
         self.calls += 1
-        self._received = []
-        self._call = _Call(self, self._rng.choice(routers), self._client, self._fabric)
+        self._call = _Call(self, self._rng.choice(routers), tuple(self._received), self._client, self._fabric)
         if self.plan.leaves_after_s is not None and self.calls == 1:
             self._client.after(self.plan.leaves_after_s, "client leaves", self.leave)
 
@@ -85,6 +92,7 @@ class Job:
         if self.plan.returns_after_s is None:
             self._end(Cancelled("the client went away"))
         else:
+            self._received = []  # it begins anew
             self._client.after(self.plan.returns_after_s, "client returns", self.start)
 
     def on_event(self, call: _Call, event: Accept | End) -> None:
@@ -112,7 +120,7 @@ class Job:
     def _check(self, outcome: Finish | PdserveError) -> None:
         name, received = self.plan.request_id, tuple(self._received)
         if isinstance(outcome, PdserveError):
-            if not isinstance(outcome, _ALLOWED_ERRORS):
+            if not isinstance(outcome, _ALLOWED_ERRORS) and not _convicted(outcome):
                 raise Violation(f"{name} ended with {outcome!r}")
         elif outcome.stop is not None:
             if len(received) < (self.plan.text_stop_at or 0):
@@ -124,24 +132,36 @@ class Job:
             raise Violation(f"{name} is said to be inexact, and all workers are alike")
 
 
+def _convicted(error: PdserveError) -> bool:
+    """Whether a request was given up because workers were lost under it, three times in a row."""
+    return isinstance(error, InternalError | FailedPrecondition) and "crashed" in str(error)
+
+
 class _Call:
     """One call of a job at one router."""
 
-    def __init__(self, job: Job, router: SimulatedRouter, client: Process, fabric: Fabric) -> None:
+    def __init__(
+        self, job: Job, router: SimulatedRouter, received: tuple[int, ...], client: Process, fabric: Fabric
+    ) -> None:
         self._job = job
         self._router = router
         self._client = client
         self._over = False
         self._wire = Wire(fabric, client, router.process, self._closed)
-        self._stream = RouterStream(job.script, self._wire, router.process, lambda event: job.on_event(self, event))
-        script = job.script
-        request = Request(script.request_id, script.prompt_ids, script.params)
-        if job.plan.text_stop_at is not None:  # the front looks for stop strings in what comes
-            self._stream.watch(job.plan.text_stop_at, self._found_stop)
+        script, stop_at = job.script, job.plan.text_stop_at
+        self._stream = RouterStream(
+            script, len(received), self._wire, router.process, lambda event: job.on_event(self, event)
+        )
+        self._request = Request(script.request_id, script.prompt_ids, script.params, received)
+        if stop_at is not None:  # the front looks for stop strings in what comes
+            self._stream.watch(stop_at, self._found_stop)
         self._client.after(_KEEPALIVE_S, "timer", self._watch)
-        self._wire.send(client, "generate", lambda: router.generate(request, self._stream), script.request_id)
+        self._wire.send(client, "generate", self._generate, script.request_id)
 
         self._watch()
+
+    def _generate(self) -> None:
+        self._router.generate(self._request, self._stream, resumed=bool(self._request.received_ids))
 
     def abandon(self) -> None:
         self._over = True

@@ -204,8 +204,11 @@ class Cluster:
                     if wire.joins(fault.other):
                         wire.break_()
             case FaultKind.ERROR:
-                if fault.host in self._workers:
-                    self._workers[fault.host].engine.fail_next_step()
+                if isinstance(part, SimulatedWorker):
+                    part.engine.fail_next_step()
+            case FaultKind.DRAIN:
+                if isinstance(part, SimulatedWorker):
+                    part.drain(cancel=False)
             case FaultKind.PART:
                 self._fabric.part(fault.host, fault.other, fault.duration_s)
             case FaultKind.SLOW:
@@ -217,6 +220,8 @@ class Cluster:
         self._log.write(fault.host, f"{fault.kind} is over")
         if fault.kind is FaultKind.FREEZE and process.alive:
             process.resume()
+        elif fault.kind is FaultKind.DRAIN and fault.host in self._workers:
+            self._workers[fault.host].drain(cancel=True)
         elif fault.kind is FaultKind.CRASH and fault.host in self._routers:
             self._start_router(fault.host)
         elif fault.kind is FaultKind.CRASH:

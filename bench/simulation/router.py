@@ -9,8 +9,8 @@ from bench.simulation.oracle import Script, Violation
 from bench.simulation.timeline import Process
 from pdserve.config import RouterConfig
 from pdserve.errors import PdserveError
+from router.actions import Accept, End, Request
 from router.control import Control
-from router.dispatch import Accept, End, Request
 
 _TICK_S = 0.1
 
@@ -24,7 +24,7 @@ class SimulatedRouter:
         self.config = config
         self.renew_interval_s = config.renew_interval_ms / 1000
         self.timeout_s = config.worker_timeout_ms / 1000
-        self.control = Control(incarnation, config, fabric.timeline)
+        self.control = Control(incarnation, config, fabric.timeline, self)
         self.streams: list[RouterStream] = []
         self._tick()
 
@@ -32,10 +32,16 @@ class SimulatedRouter:
         self.control.tick()
         self.process.after(_TICK_S, "tick", self._tick)
 
-    def generate(self, request: Request, stream: RouterStream) -> None:
+    def members_changed(self) -> None:
+        """Nobody waits for it here."""
+
+    def all_ended(self) -> None:
+        """Nobody waits for it here."""
+
+    def generate(self, request: Request, stream: RouterStream, resumed: bool) -> None:
         """A client's call."""
         try:
-            self.control.submit(request, stream)
+            self.control.submit(request, stream, resumed)
             self.streams.append(stream)
         except PdserveError as error:
             stream.refuse(error)
@@ -56,14 +62,21 @@ class SimulatedRouter:
 class RouterStream:
     """Where a router puts a request's events: what it says is checked here, and goes on to the client."""
 
-    def __init__(self, script: Script, wire: Wire, router: Process, on_event: Callable[[Accept | End], None]) -> None:
+    def __init__(
+        self,
+        script: Script,
+        received: int,
+        wire: Wire,
+        router: Process,
+        on_event: Callable[[Accept | End], None],
+    ) -> None:
         self.request_id = script.request_id
         self.ended = False
         self._script = script
         self._wire = wire
         self._router = router
         self._on_event = on_event
-        self._accepted = 0
+        self._accepted = received
         self._stop_at: int | None = None
         self._on_stop: Callable[[], None] = lambda: None
 

@@ -24,6 +24,7 @@ class FaultKind(StrEnum):
     PART = "part"  # nothing passes between two hosts for a while
     SLOW = "slow"  # everything between two hosts takes long for a while
     ERROR = "error"  # a worker's next step raises
+    DRAIN = "drain"  # a worker takes nothing new for a while
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,9 @@ def draw(seed: int) -> Scenario:
             ticket_timeout_ms=2_000,
             renew_interval_ms=400,
             worker_timeout_ms=1_500,
+            max_recoveries=rng.choice((1, 4)),
+            breaker_cooldown_ms=500,
+            poison_refusal_ms=2_000,
             max_requests=64 if calm else rng.choice((4, 64, 64)),
         ),
         jobs=tuple(_job(rng, f"r{i}", longest, calm) for i in range(job_count)),

@@ -38,7 +38,9 @@ class WorkerSide(Protocol):
     process: Process
     info: WorkerInfo
     handler: worker_messages.SessionHandler
-    load: Load
+
+    @property
+    def load(self) -> Load: ...
 
     def session_opened(self, router: str, session: WorkerEnd) -> None: ...
 

@@ -9,7 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as ListLike
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from bench.simulation import fences
@@ -27,7 +27,7 @@ from pdserve.logs import logger
 from pdserve.rpc import cluster_pb2 as pb
 from pdserve.rpc.worker_messages import Reports
 from pdserve.tracing import Trace
-from pdserve.types import Owner, Role, SamplingParams, Ticket, WorkerInfo
+from pdserve.types import Load, Owner, Role, SamplingParams, Ticket, WorkerInfo
 from prefill_worker.service import PrefillService
 
 _TURN_S = 0.0001  # how long the link's thread takes to wake up
@@ -92,7 +92,8 @@ class SimulatedWorker:
         self.decode = DecodeService(
             self.engine, self.link, decode_reports, ladder, fabric.timeline, max_queued=self.max_queued
         )
-        self.load = self.engine.load()
+        self._draining = False
+        self._load = self.engine.load()
         self.engine.add_after_step(self._after_step)
         self._engine_busy = False
         self._link_due_at: float | None = None
@@ -112,6 +113,10 @@ class SimulatedWorker:
         self._plan_link_turn()
         for address in routers:
             self._connect(address)
+
+    @property
+    def load(self) -> Load:
+        return replace(self._load, draining=self._draining)
 
     @property
     def handler(self) -> SimulatedWorker:
@@ -151,6 +156,9 @@ class SimulatedWorker:
     def abort(self, owner: Owner) -> None:
         self.prefill.abort(owner)
         self.decode.abort(owner)
+
+    def drain(self, cancel: bool) -> None:
+        self._draining = not cancel
 
     def router_lost(self, router: str) -> None:
         for owner in [*self.prefill.owners(), *self.decode.owners()]:
@@ -209,7 +217,7 @@ class SimulatedWorker:
             self.process.after(_STALLED_WAIT_S, "timer", self._step)
 
     def _after_step(self) -> None:
-        self.load = self.engine.load()
+        self._load = self.engine.load()
         if self.engine.idle():
             self.engine.check_integrity()
 

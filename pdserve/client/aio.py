@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+import itertools
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Unpack
@@ -11,8 +12,18 @@ from typing import Any, Unpack
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pdserve.client.channel import CHANNEL_OPTIONS, DEFAULT_TIMEOUT_S, UNARY_TIMEOUT_S, own_errors
+from pdserve.client.channel import (
+    CHANNEL_OPTIONS,
+    CONNECT_TIMEOUT_S,
+    DEFAULT_TIMEOUT_S,
+    LOOK_PAUSE_S,
+    RESUME_TIMEOUT_S,
+    UNARY_TIMEOUT_S,
+    address_list,
+    own_errors,
+)
 from pdserve.client.request import GenerateOptions, Prompt, generate_request
+from pdserve.client.resume import MAX_LOSSES, identified, may_resume, resumption
 from pdserve.client.stream import Delta, Result, Started, StreamFold
 from pdserve.clock import Clock, SystemClock
 from pdserve.errors import Cancelled, PdserveError, ProtocolError
@@ -20,22 +31,71 @@ from pdserve.rpc import inference_pb2 as pb
 from pdserve.rpc import inference_pb2_grpc
 
 
+class _Route:
+    """A connection to one router."""
+
+    def __init__(self, address: str) -> None:
+        self.channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self.inference = inference_pb2_grpc.InferenceStub(self.channel)
+        self.health = health_pb2_grpc.HealthStub(self.channel)
+
+    async def serves(self, timeout_s: float, *, wait_for_ready: bool = False) -> bool:
+        """Whether it answers in time that it serves; `wait_for_ready`: with the connection's making in that time."""
+        request = health_pb2.HealthCheckRequest()
+        try:
+            with own_errors():
+                answer = await self.health.Check(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
+        except PdserveError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
 class AsyncClient:
     """As Client, with coroutines."""
 
-    def __init__(self, address: str, *, clock: Clock | None = None) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self._inference = inference_pb2_grpc.InferenceStub(self._channel)
-        self._health = health_pb2_grpc.HealthStub(self._channel)
+    def __init__(self, addresses: str | Sequence[str], *, clock: Clock | None = None) -> None:
+        self._routes = [_Route(address) for address in address_list(addresses)]
+        self._current = 0
         self._clock = clock or SystemClock()
+
+    @property
+    def _inference(self) -> inference_pb2_grpc.InferenceStub:
+        return self._routes[self._current].inference
 
     def generate(
         self, prompt: Prompt, *, timeout_s: float | None = DEFAULT_TIMEOUT_S, **options: Unpack[GenerateOptions]
     ) -> AsyncStream:
         """Start a generation. Not a coroutine: `async for delta in client.generate(...)`."""
-        request = generate_request(prompt, options)
-        fold = StreamFold(self._clock.now())
-        return AsyncStream(self._inference.Generate(request, timeout=timeout_s), fold, self._clock)
+        request = identified(generate_request(prompt, options))
+        return AsyncStream(self, request, self._clock, timeout_s)
+
+    @property
+    def has_others(self) -> bool:
+        """Whether there is more than one router to ask. For Stream."""
+        return len(self._routes) > 1
+
+    @property
+    def first_look_s(self) -> float:
+        """How long a request that nobody has answered yet is offered to the other routers. For the stream."""
+        return CONNECT_TIMEOUT_S * (len(self._routes) - 1)
+
+    def open(self, request: pb.GenerateRequest, timeout_s: float | None) -> Any:
+        """A call at the current router; for AsyncStream."""
+        return self._inference.Generate(request, timeout=timeout_s)
+
+    async def find_router(self, timeout_s: float) -> bool:
+        """Turn to the next router that answers; False if none does in time. For AsyncStream."""
+        deadline = self._clock.now() + timeout_s
+        for index in itertools.cycle(range(len(self._routes))):
+            remaining_s = deadline - self._clock.now()
+            if remaining_s <= 0:
+                return False
+            candidate = (self._current + 1 + index) % len(self._routes)
+            if await self._routes[candidate].serves(min(CONNECT_TIMEOUT_S, remaining_s), wait_for_ready=True):
+                self._current = candidate
+                return True
+            await asyncio.sleep(LOOK_PAUSE_S)
+        raise AssertionError("unreachable")
 
     async def complete(
         self, prompt: Prompt, *, timeout_s: float | None = DEFAULT_TIMEOUT_S, **options: Unpack[GenerateOptions]
@@ -54,16 +114,19 @@ class AsyncClient:
         with own_errors():
             return await self._inference.GetServerInfo(pb.GetServerInfoRequest(), timeout=timeout_s)
 
+    async def drain_worker(self, worker_id: str, *, cancel: bool = False, timeout_s: float = UNARY_TIMEOUT_S) -> None:
+        """Let a worker finish what it has and take nothing new; `cancel`: work on. Raises NotFound. Returns at once."""
+        with own_errors():
+            await self._inference.DrainWorker(
+                pb.DrainWorkerRequest(worker_id=worker_id, cancel=cancel), timeout=timeout_s
+            )
+
     async def healthy(self, timeout_s: float = 1.0) -> bool:
-        try:
-            with own_errors():
-                answer = await self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
-        except PdserveError:
-            return False
-        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+        return await self._routes[self._current].serves(timeout_s)
 
     async def close(self) -> None:
-        await self._channel.close()
+        for route in self._routes:
+            await route.channel.close()
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -78,36 +141,59 @@ class AsyncStream:
     """As Stream. After leaving the iteration early the request is cancelled when the loop next runs; `async with` or
     cancel() do it at once."""
 
-    def __init__(self, call: Any, fold: StreamFold, clock: Clock) -> None:
-        self._call = call
-        self._fold = fold
+    def __init__(self, client: AsyncClient, request: pb.GenerateRequest, clock: Clock, timeout_s: float | None) -> None:
+        self._client = client
+        self._request = request
         self._clock = clock
+        sent_s = clock.now()
+        self._deadline_s = None if timeout_s is None else sent_s + timeout_s
+        self._fold = StreamFold(sent_s)
         self._cancelled = False
+        self._losses = 0  # of the connection
+        self._call = client.open(request, timeout_s)
 
     async def started(self) -> Started:
         """What the router made of the request. Waits for it if it has not come yet."""
-        if self._fold.started is None:
-            with self._stream_errors():
-                event = await self._call.read()
-            if event is grpc.aio.EOF:
+        while self._fold.started is None:
+            if await self._next_event() is None:
                 raise ProtocolError("the router ended the stream before it started")
-            self._fold.accept(event, self._clock.now())
-        assert self._fold.started is not None
         return self._fold.started
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         try:
-            while True:
-                with self._stream_errors():
-                    event = await self._call.read()
-                if event is grpc.aio.EOF:
-                    break
-                delta = self._fold.accept(event, self._clock.now())
-                if delta is not None:
-                    yield delta
+            while (event := await self._next_event()) is not None:
+                if isinstance(event, Delta):
+                    yield event
             self._fold.end()
         finally:
             self._call.cancel()
+
+    async def _next_event(self) -> Delta | bool | None:
+        """The next delta; True for another event, None at the end. Goes on elsewhere where the router is lost."""
+        try:
+            with self._stream_errors():
+                event = await self._call.read()
+        except PdserveError as error:
+            self._losses += 1
+            hopeless = self._cancelled or not may_resume(error, self._client.has_others) or self._losses > MAX_LOSSES
+            if hopeless or not await self._resume():
+                raise
+            return True
+        if event is grpc.aio.EOF:
+            return None
+        return self._fold.accept(event, self._clock.now()) or True
+
+    async def _resume(self) -> bool:
+        remaining_s = None if self._deadline_s is None else self._deadline_s - self._clock.now()
+        # Who never answered is down; who broke off may be back soon.
+        look_s = RESUME_TIMEOUT_S if self._fold.started is not None else self._client.first_look_s
+        look_s = look_s if remaining_s is None else min(look_s, remaining_s)
+        if not await self._client.find_router(look_s):
+            return False
+        if self._fold.started is not None:
+            self._fold.resume()
+        self._call = self._client.open(resumption(self._request, self._fold), remaining_s)
+        return True
 
     @property
     def result(self) -> Result:

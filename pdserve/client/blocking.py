@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import time
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Unpack
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pdserve.client.channel import CHANNEL_OPTIONS, DEFAULT_TIMEOUT_S, UNARY_TIMEOUT_S, own_errors
+from pdserve.client.channel import (
+    CHANNEL_OPTIONS,
+    CONNECT_TIMEOUT_S,
+    DEFAULT_TIMEOUT_S,
+    LOOK_PAUSE_S,
+    RESUME_TIMEOUT_S,
+    UNARY_TIMEOUT_S,
+    address_list,
+    own_errors,
+)
 from pdserve.client.request import GenerateOptions, Prompt, generate_request
+from pdserve.client.resume import MAX_LOSSES, identified, may_resume, resumption
 from pdserve.client.stream import Delta, Result, Started, StreamFold
 from pdserve.clock import Clock, SystemClock
 from pdserve.errors import PdserveError, ProtocolError
@@ -18,23 +30,75 @@ from pdserve.rpc import inference_pb2 as pb
 from pdserve.rpc import inference_pb2_grpc
 
 
-class Client:
-    """One router. Connects with the first call, and again whenever the connection was lost."""
+class _Route:
+    """A connection to one router."""
 
-    def __init__(self, address: str, *, clock: Clock | None = None) -> None:
-        """`address`: host:port. `clock` measures TTFT and TPOT."""
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self._inference = inference_pb2_grpc.InferenceStub(self._channel)
-        self._health = health_pb2_grpc.HealthStub(self._channel)
+    def __init__(self, address: str) -> None:
+        self.channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self.inference = inference_pb2_grpc.InferenceStub(self.channel)
+        self.health = health_pb2_grpc.HealthStub(self.channel)
+
+    def serves(self, timeout_s: float, *, wait_for_ready: bool = False) -> bool:
+        """Whether it answers in time that it serves; `wait_for_ready`: with the connection's making in that time."""
+        request = health_pb2.HealthCheckRequest()
+        try:
+            with own_errors():
+                answer = self.health.Check(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
+        except PdserveError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+class Client:
+    """One router, or several of a cluster. Connects with the first call, and again whenever a connection was lost.
+
+    A stream whose router is lost goes on at the next one (or at the same, once it is back), where it stood.
+    """
+
+    def __init__(self, addresses: str | Sequence[str], *, clock: Clock | None = None) -> None:
+        """`addresses`: host:port of each router. `clock` measures TTFT and TPOT."""
+        self._routes = [_Route(address) for address in address_list(addresses)]
+        self._current = 0
         self._clock = clock or SystemClock()
+
+    @property
+    def _inference(self) -> inference_pb2_grpc.InferenceStub:
+        return self._routes[self._current].inference
 
     def generate(
         self, prompt: Prompt, *, timeout_s: float | None = DEFAULT_TIMEOUT_S, **options: Unpack[GenerateOptions]
     ) -> Stream:
         """Start a generation for a text, a chat or token ids. Errors of the call come out of the stream."""
-        request = generate_request(prompt, options)
-        fold = StreamFold(self._clock.now())
-        return Stream(self._inference.Generate(request, timeout=timeout_s), fold, self._clock)
+        request = identified(generate_request(prompt, options))
+        return Stream(self, request, self._clock, timeout_s)
+
+    @property
+    def has_others(self) -> bool:
+        """Whether there is more than one router to ask. For Stream."""
+        return len(self._routes) > 1
+
+    @property
+    def first_look_s(self) -> float:
+        """How long a request that nobody has answered yet is offered to the other routers. For the stream."""
+        return CONNECT_TIMEOUT_S * (len(self._routes) - 1)
+
+    def open(self, request: pb.GenerateRequest, timeout_s: float | None) -> Any:
+        """A call at the current router; for Stream."""
+        return self._inference.Generate(request, timeout=timeout_s)
+
+    def find_router(self, timeout_s: float) -> bool:
+        """Turn to the next router that says it serves; False if none does in time. For Stream."""
+        deadline = self._clock.now() + timeout_s
+        for index in itertools.cycle(range(len(self._routes))):
+            remaining_s = deadline - self._clock.now()
+            if remaining_s <= 0:
+                return False
+            candidate = (self._current + 1 + index) % len(self._routes)
+            if self._routes[candidate].serves(min(CONNECT_TIMEOUT_S, remaining_s), wait_for_ready=True):
+                self._current = candidate
+                return True
+            time.sleep(LOOK_PAUSE_S)
+        raise AssertionError("unreachable")
 
     def complete(
         self, prompt: Prompt, *, timeout_s: float | None = DEFAULT_TIMEOUT_S, **options: Unpack[GenerateOptions]
@@ -55,18 +119,19 @@ class Client:
         with own_errors():
             return self._inference.GetServerInfo(pb.GetServerInfoRequest(), timeout=timeout_s)
 
+    def drain_worker(self, worker_id: str, *, cancel: bool = False, timeout_s: float = UNARY_TIMEOUT_S) -> None:
+        """Let a worker finish what it has and take nothing new; `cancel`: work on. Raises NotFound. Returns at once."""
+        with own_errors():
+            self._inference.DrainWorker(pb.DrainWorkerRequest(worker_id=worker_id, cancel=cancel), timeout=timeout_s)
+
     def healthy(self, timeout_s: float = 1.0) -> bool:
         """Whether the router answers in time that it serves. Never raises a PdserveError."""
-        try:
-            with own_errors():
-                answer = self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
-        except PdserveError:
-            return False
-        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+        return self._routes[self._current].serves(timeout_s)
 
     def close(self) -> None:
-        """Close the connection; streams still open end with Cancelled."""
-        self._channel.close()
+        """Close the connections; streams still open end with Cancelled."""
+        for route in self._routes:
+            route.channel.close()
 
     def __enter__(self) -> Client:
         return self
@@ -80,33 +145,60 @@ class Client:
 class Stream:
     """A running generation: iterate it once for its Deltas. Leaving the iteration early cancels the request."""
 
-    def __init__(self, call: Any, fold: StreamFold, clock: Clock) -> None:
-        self._call = call
-        self._fold = fold
+    def __init__(self, client: Client, request: pb.GenerateRequest, clock: Clock, timeout_s: float | None) -> None:
+        self._client = client
+        self._request = request
         self._clock = clock
+        sent_s = clock.now()
+        self._deadline_s = None if timeout_s is None else sent_s + timeout_s
+        self._fold = StreamFold(sent_s)
+        self._cancelled = False
+        self._losses = 0  # of the connection
+        self._call = client.open(request, timeout_s)
 
     @property
     def started(self) -> Started:
         """What the router made of the request. Waits for it if it has not come yet."""
-        if self._fold.started is None:
-            with own_errors():
-                event = next(self._call, None)
-            if event is None:
+        while self._fold.started is None:
+            if self._next_event() is None:
                 raise ProtocolError("the router ended the stream before it started")
-            self._fold.accept(event, self._clock.now())
-        assert self._fold.started is not None
         return self._fold.started
 
     def __iter__(self) -> Iterator[Delta]:
         try:
-            with own_errors():
-                for event in self._call:
-                    delta = self._fold.accept(event, self._clock.now())
-                    if delta is not None:
-                        yield delta
+            while (event := self._next_event()) is not None:
+                if isinstance(event, Delta):
+                    yield event
             self._fold.end()
         finally:
             self._call.cancel()
+
+    def _next_event(self) -> Delta | bool | None:
+        """The next delta; True for another event, None at the end. Goes on elsewhere where the router is lost."""
+        try:
+            with own_errors():
+                event = next(self._call, None)
+        except PdserveError as error:
+            self._losses += 1
+            hopeless = self._cancelled or not may_resume(error, self._client.has_others) or self._losses > MAX_LOSSES
+            if hopeless or not self._resume():
+                raise
+            return True
+        if event is None:
+            return None
+        return self._fold.accept(event, self._clock.now()) or True
+
+    def _resume(self) -> bool:
+        remaining_s = None if self._deadline_s is None else self._deadline_s - self._clock.now()
+        # Who never answered is down; who broke off may be back soon.
+        look_s = RESUME_TIMEOUT_S if self._fold.started is not None else self._client.first_look_s
+        look_s = look_s if remaining_s is None else min(look_s, remaining_s)
+        if not self._client.find_router(look_s):
+            return False
+        if self._fold.started is not None:
+            self._fold.resume()
+        self._call = self._client.open(resumption(self._request, self._fold), remaining_s)
+        return True
 
     @property
     def result(self) -> Result:
@@ -123,6 +215,7 @@ class Stream:
 
     def cancel(self) -> None:
         """End the request. May be called from any thread; the iteration raises Cancelled. No effect after the end."""
+        self._cancelled = True
         self._call.cancel()
 
     def __enter__(self) -> Stream:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -10,10 +10,14 @@ import grpc
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from pdserve.client.resume import ConnectionLost
 from pdserve.errors import PdserveError, ResourceExhausted, error_from_code
 
 DEFAULT_TIMEOUT_S: Final = 600.0  # of a generation
 UNARY_TIMEOUT_S: Final = 10.0  # of the calls that only ask
+RESUME_TIMEOUT_S: Final = 30.0  # how long a stream whose router is gone looks for one
+CONNECT_TIMEOUT_S: Final = 1.0  # for each address it tries meanwhile
+LOOK_PAUSE_S: Final = 0.05  # between two of them
 MAX_MESSAGE_BYTES: Final = 32 * 1024 * 1024  # received; what is sent, the router bounds
 
 CHANNEL_OPTIONS: Final = (
@@ -21,6 +25,14 @@ CHANNEL_OPTIONS: Final = (
     # A router is reached directly; a proxy meant for the web would swallow even calls to this host.
     ("grpc.enable_http_proxy", 0),
 )
+
+
+def address_list(addresses: str | Sequence[str]) -> tuple[str, ...]:
+    """One address or several, the first tried first. Raises ValueError for none."""
+    listed = (addresses,) if isinstance(addresses, str) else tuple(addresses)
+    if not listed:
+        raise ValueError("addresses: at least one router's host:port is needed")
+    return listed
 
 
 @contextmanager
@@ -35,6 +47,8 @@ def own_errors() -> Iterator[None]:
 def error_from_rpc(error: grpc.RpcError) -> PdserveError:
     """The error that the server raised, or what stands for a broken connection or a passed deadline."""
     code, details = error.code().name, error.details() or "no details"
+    if code == "UNAVAILABLE" and rpc_status.from_call(error) is None:  # a router's own refusals carry a status
+        return ConnectionLost(details)
     if code == "RESOURCE_EXHAUSTED" and (retry_after_s := _retry_after_s(error)) is not None:
         return ResourceExhausted(details, retry_after_s)
     return error_from_code(code, details)

@@ -49,9 +49,9 @@ class Delta:
 class Result:
     """A finished request. `stop` is the stop string or token id that ended it.
 
-    `exact` false: a failover had to compute part of it under another numerics fingerprint. Times are the client's:
-    `ttft_ms` from the call to the first token, `tpot_ms` from the first to the last arrival divided by tokens - 1, None
-    below two tokens.
+    `exact` false: a failover had to compute part of it under another numerics fingerprint. `attempts` are the last
+    router's; `resumptions`: how often the client went on at another router. Times are the client's: `ttft_ms` from the
+    call to the first token, `tpot_ms` from the first to the last arrival divided by tokens - 1, None below two tokens.
     """
 
     request_id: str
@@ -66,6 +66,7 @@ class Result:
     usage: Usage
     exact: bool
     attempts: int
+    resumptions: int
     ttft_ms: float | None
     tpot_ms: float | None
     e2e_ms: float
@@ -77,18 +78,21 @@ class StreamFold:
     def __init__(self, sent_s: float) -> None:
         self.started: Started | None = None
         self.result: Result | None = None
+        self.resumptions = 0
         self._sent_s = sent_s
         self._deltas: list[Delta] = []
+        self._awaits_start = True
 
     def accept(self, event: pb.GenerateResponse, now_s: float) -> Delta | None:
         """Take the next event; a delta is returned. Raises ProtocolError for one that cannot come here."""
         kind = event.WhichOneof("event")
         if kind is None:
             return None  # a kind that a newer server knows
-        if self.result is not None or (kind == "started") != (self.started is None):
+        if self.result is not None or (kind == "started") != self._awaits_start:
             raise ProtocolError(f"the router sent {kind} out of order")
         if kind == "started":
-            self.started = _started(event.started)
+            self._awaits_start = False
+            self.started = self.started or _started(event.started)
         elif kind == "delta":
             delta = _delta(event.delta, now_s)
             self._deltas.append(delta)
@@ -96,6 +100,15 @@ class StreamFold:
         else:
             self.result = self._finish(event.finished, now_s)
         return None
+
+    def token_ids(self) -> tuple[int, ...]:
+        """All that were received so far."""
+        return tuple(token_id for delta in self._deltas for token_id in delta.token_ids)
+
+    def resume(self) -> None:
+        """The stream broke off and begins again elsewhere, where it stood."""
+        self._awaits_start = True
+        self.resumptions += 1
 
     def end(self) -> None:
         """The stream is over without an error. Raises ProtocolError if it is not complete."""
@@ -105,7 +118,7 @@ class StreamFold:
     def _finish(self, finished: pb.Finished, now_s: float) -> Result:
         assert self.started is not None
         stop_kind = finished.WhichOneof("stop_match")
-        token_ids = tuple(token_id for delta in self._deltas for token_id in delta.token_ids)
+        token_ids = self.token_ids()
         arrivals = [delta.arrived_s for delta in self._deltas if delta.token_ids]
         return Result(
             request_id=self.started.request_id,
@@ -120,6 +133,7 @@ class StreamFold:
             usage=Usage(finished.usage.prompt_tokens, finished.usage.completion_tokens, finished.usage.cached_tokens),
             exact=finished.exact,
             attempts=finished.attempts,
+            resumptions=self.resumptions,
             ttft_ms=(arrivals[0] - self._sent_s) * 1e3 if arrivals else None,
             tpot_ms=(arrivals[-1] - arrivals[0]) * 1e3 / (len(token_ids) - 1) if len(token_ids) > 1 else None,
             e2e_ms=(now_s - self._sent_s) * 1e3,

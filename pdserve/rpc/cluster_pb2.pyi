@@ -24,7 +24,7 @@ class WorkerMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., terminal: _Optional[_Union[Terminal, _Mapping]] = ..., local_prefill: _Optional[_Union[LocalPrefill, _Mapping]] = ...) -> None: ...
 
 class RouterMessage(_message.Message):
-    __slots__ = ("welcome", "start_decode", "start_prefill", "abort", "renew", "sender_lost", "prefill_locally")
+    __slots__ = ("welcome", "start_decode", "start_prefill", "abort", "renew", "sender_lost", "prefill_locally", "drain")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     START_DECODE_FIELD_NUMBER: _ClassVar[int]
     START_PREFILL_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,7 @@ class RouterMessage(_message.Message):
     RENEW_FIELD_NUMBER: _ClassVar[int]
     SENDER_LOST_FIELD_NUMBER: _ClassVar[int]
     PREFILL_LOCALLY_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     start_decode: StartDecode
     start_prefill: StartPrefill
@@ -39,7 +40,8 @@ class RouterMessage(_message.Message):
     renew: Renew
     sender_lost: SenderLost
     prefill_locally: PrefillLocally
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., start_decode: _Optional[_Union[StartDecode, _Mapping]] = ..., start_prefill: _Optional[_Union[StartPrefill, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., sender_lost: _Optional[_Union[SenderLost, _Mapping]] = ..., prefill_locally: _Optional[_Union[PrefillLocally, _Mapping]] = ...) -> None: ...
+    drain: Drain
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., start_decode: _Optional[_Union[StartDecode, _Mapping]] = ..., start_prefill: _Optional[_Union[StartPrefill, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., sender_lost: _Optional[_Union[SenderLost, _Mapping]] = ..., prefill_locally: _Optional[_Union[PrefillLocally, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ...) -> None: ...
 
 class Owner(_message.Message):
     __slots__ = ("tenant", "request_id", "router", "attempt")
@@ -96,14 +98,16 @@ class Welcome(_message.Message):
     def __init__(self, version: _Optional[int] = ..., router: _Optional[str] = ..., renew_interval_ms: _Optional[int] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("queued", "running", "blocks")
+    __slots__ = ("queued", "running", "blocks", "draining")
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     queued: int
     running: int
     blocks: _inference_pb2.BlockCounts
-    def __init__(self, queued: _Optional[int] = ..., running: _Optional[int] = ..., blocks: _Optional[_Union[_inference_pb2.BlockCounts, _Mapping]] = ...) -> None: ...
+    draining: bool
+    def __init__(self, queued: _Optional[int] = ..., running: _Optional[int] = ..., blocks: _Optional[_Union[_inference_pb2.BlockCounts, _Mapping]] = ..., draining: _Optional[bool] = ...) -> None: ...
 
 class Sequence(_message.Message):
     __slots__ = ("owner", "prompt_ids", "output_ids", "sampling")
@@ -118,7 +122,7 @@ class Sequence(_message.Message):
     def __init__(self, owner: _Optional[_Union[Owner, _Mapping]] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ...) -> None: ...
 
 class Sampling(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "stop_token_ids", "ignore_eos", "logprobs")
+    __slots__ = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "stop_token_ids", "ignore_eos", "logprobs", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "logit_bias")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
@@ -128,6 +132,11 @@ class Sampling(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
@@ -137,7 +146,20 @@ class Sampling(_message.Message):
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     ignore_eos: bool
     logprobs: int
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ...) -> None: ...
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    min_tokens: int
+    logit_bias: _containers.RepeatedCompositeFieldContainer[LogitBias]
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., min_tokens: _Optional[int] = ..., logit_bias: _Optional[_Iterable[_Union[LogitBias, _Mapping]]] = ...) -> None: ...
+
+class LogitBias(_message.Message):
+    __slots__ = ("token_id", "bias")
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    BIAS_FIELD_NUMBER: _ClassVar[int]
+    token_id: int
+    bias: float
+    def __init__(self, token_id: _Optional[int] = ..., bias: _Optional[float] = ...) -> None: ...
 
 class StartDecode(_message.Message):
     __slots__ = ("sequence", "local_prefill")
@@ -164,6 +186,12 @@ class Abort(_message.Message):
 class Renew(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class Drain(_message.Message):
+    __slots__ = ("cancel",)
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    cancel: bool
+    def __init__(self, cancel: _Optional[bool] = ...) -> None: ...
 
 class SenderLost(_message.Message):
     __slots__ = ("owner", "epoch", "error_code", "error_message")

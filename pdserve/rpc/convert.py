@@ -63,12 +63,14 @@ def blocks_to_proto(blocks: types.BlockCounts) -> inference_pb2.BlockCounts:
 
 
 def load_to_proto(load: types.Load) -> pb.Load:
-    return pb.Load(queued=load.queued, running=load.running, blocks=blocks_to_proto(load.blocks))
+    return pb.Load(
+        queued=load.queued, running=load.running, blocks=blocks_to_proto(load.blocks), draining=load.draining
+    )
 
 
 def load_from_proto(message: pb.Load) -> types.Load:
     blocks = types.BlockCounts(message.blocks.free, message.blocks.cached, message.blocks.leased)
-    return types.Load(queued=message.queued, running=message.running, blocks=blocks)
+    return types.Load(queued=message.queued, running=message.running, blocks=blocks, draining=message.draining)
 
 
 def sampling_to_proto(params: types.SamplingParams) -> pb.Sampling:
@@ -82,6 +84,11 @@ def sampling_to_proto(params: types.SamplingParams) -> pb.Sampling:
         stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,
         logprobs=params.logprobs,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        min_tokens=params.min_tokens,
+        logit_bias=[pb.LogitBias(token_id=token_id, bias=bias) for token_id, bias in params.logit_bias],
     )
 
 
@@ -96,6 +103,11 @@ def sampling_from_proto(message: pb.Sampling) -> types.SamplingParams:
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        repetition_penalty=message.repetition_penalty,
+        min_tokens=message.min_tokens,
+        logit_bias=tuple((item.token_id, item.bias) for item in message.logit_bias),
     )
 
 

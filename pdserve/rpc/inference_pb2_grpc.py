@@ -54,6 +54,11 @@ class InferenceStub:
                 request_serializer=pdserve_dot_rpc_dot_inference__pb2.GetServerInfoRequest.SerializeToString,
                 response_deserializer=pdserve_dot_rpc_dot_inference__pb2.ServerInfo.FromString,
                 _registered_method=True)
+        self.DrainWorker = channel.unary_unary(
+                '/pdserve.v1.Inference/DrainWorker',
+                request_serializer=pdserve_dot_rpc_dot_inference__pb2.DrainWorkerRequest.SerializeToString,
+                response_deserializer=pdserve_dot_rpc_dot_inference__pb2.DrainWorkerResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer:
@@ -85,6 +90,13 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DrainWorker(self, request, context):
+        """A worker shall finish what it has and get nothing new, from any router. Returns at once; see ServerInfo.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -107,6 +119,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.GetServerInfo,
                     request_deserializer=pdserve_dot_rpc_dot_inference__pb2.GetServerInfoRequest.FromString,
                     response_serializer=pdserve_dot_rpc_dot_inference__pb2.ServerInfo.SerializeToString,
+            ),
+            'DrainWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainWorker,
+                    request_deserializer=pdserve_dot_rpc_dot_inference__pb2.DrainWorkerRequest.FromString,
+                    response_serializer=pdserve_dot_rpc_dot_inference__pb2.DrainWorkerResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -217,6 +234,33 @@ class Inference:
             '/pdserve.v1.Inference/GetServerInfo',
             pdserve_dot_rpc_dot_inference__pb2.GetServerInfoRequest.SerializeToString,
             pdserve_dot_rpc_dot_inference__pb2.ServerInfo.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.Inference/DrainWorker',
+            pdserve_dot_rpc_dot_inference__pb2.DrainWorkerRequest.SerializeToString,
+            pdserve_dot_rpc_dot_inference__pb2.DrainWorkerResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -44,6 +44,8 @@ class SessionHandler(Protocol):
 
     def abort(self, owner: Owner) -> None: ...
 
+    def drain(self, cancel: bool) -> None: ...
+
     def router_lost(self, router: str) -> None: ...
 
 
@@ -95,6 +97,8 @@ def deliver(message: pb.RouterMessage, handler: SessionHandler) -> None:
             handler.prefill_locally(convert.owner_from_proto(message.prefill_locally.owner))
         case "abort":
             handler.abort(convert.owner_from_proto(message.abort.owner))
+        case "drain":
+            handler.drain(message.drain.cancel)
         case "renew" | "welcome":
             pass
         case unknown:

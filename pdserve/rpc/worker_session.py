@@ -60,6 +60,10 @@ class WorkerSessions:
         self._loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join(timeout_s)
 
+    def flush(self, timeout_s: float) -> None:
+        """Wait until what was reported so far has been written to the routers, or the time is over."""
+        asyncio.run_coroutine_threadsafe(self._flush(timeout_s), self._loop).result(timeout_s + 1.0)
+
     def _send(self, router: str, message: pb.WorkerMessage) -> None:
         """Any thread."""
         self._loop.call_soon_threadsafe(self._enqueue, router, message)
@@ -75,6 +79,13 @@ class WorkerSessions:
         outbox.put_nowait(message)
 
     # The session thread.
+
+    async def _flush(self, timeout_s: float) -> None:
+        writing = [asyncio.create_task(outbox.join()) for outbox in self._outboxes.values()]
+        if writing:
+            _, late = await asyncio.wait(writing, timeout=timeout_s)
+            for task in late:
+                task.cancel()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -132,6 +143,7 @@ class WorkerSessions:
         try:
             while self._outboxes.get(router) is outbox:
                 await call.write(await outbox.get())
+                outbox.task_done()
         finally:
             call.cancel()  # the reader ends as well
 

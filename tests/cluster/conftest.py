@@ -16,10 +16,10 @@ pytestmark = pytest.mark.cluster
 
 @pytest.fixture(scope="session")
 def shared_cluster(small_checkpoint):
-    """Two prefill and two decode workers. Afterwards nothing of it may be left."""
+    """Two routers, two prefill and two decode workers. Afterwards nothing of it may be left."""
     runtime_dir = Path(tempfile.mkdtemp(prefix="pds-", dir="/tmp"))
     before = set(psutil.Process().children(recursive=True))
-    with LocalCluster(cluster_config(runtime_dir, small_checkpoint, prefill=2, decode=2)) as cluster:
+    with LocalCluster(cluster_config(runtime_dir, small_checkpoint, prefill=2, decode=2, routers=2)) as cluster:
         yield cluster
     assert set(psutil.Process().children(recursive=True)) <= before, "processes are left"
     assert not RuntimeDirectory(str(runtime_dir)).processes()
@@ -36,5 +36,6 @@ def cluster(shared_cluster):
 
 @pytest.fixture
 def client(cluster):
+    """A client of the first router only."""
     with Client(cluster.grpc_address) as client:
         yield client

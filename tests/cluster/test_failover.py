@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from pdserve.errors import Unavailable
+from pdserve.client import Client
 from support.clusters import attempts_of, failures_of, kill, rungs_of, serving, wait_for, wait_quiet, worker
 
 pytestmark = pytest.mark.cluster
@@ -151,17 +151,54 @@ def test_prefill_worker_frozen_in_mid_transfer(cluster, client):
     assert rungs_of(cluster, result.request_id) == ["another sender"]
 
 
-def test_a_killed_router_ends_its_streams_comes_back_and_every_worker_joins_it(cluster, client):
-    stream = iter(client.generate(SHORT, **(SAMPLED | {"max_tokens": 2000})))
-    next(stream)
+def kill_its_router_in_mid_stream(cluster, stream):
+    """SIGKILL the first router once it has sent ten tokens of this stream, and read the stream to its end."""
+    received, victim = 0, cluster.info()
+    for delta in stream:
+        received += len(delta.token_ids)
+        if received > 10 and victim is not None:
+            assert received < 90, "the kill came after the stream"
+            os.kill(victim.pid, signal.SIGKILL)
+            victim = None
+    return stream.result
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_killed_routers_stream_goes_on_at_another_one(cluster, options):
+    with Client(cluster.grpc_addresses) as client:
+        undisturbed = client.complete(SHORT, **options)
+        result = kill_its_router_in_mid_stream(cluster, client.generate(SHORT, **options))
+    assert same(result, undisturbed)
+    assert result.resumptions == 1
+    owners = [attempt["owner"] for attempt in attempts_of(cluster, result.request_id)]
+    assert len({owner.split("@")[1].split("#")[0] for owner in owners}) == 2
+    with Client(cluster.grpc_address) as first:
+        wait_for(first.healthy, "its return")
+
+
+def test_a_killed_routers_stream_goes_on_when_it_comes_back_at_its_address(cluster, client):
+    undisturbed = client.complete(SHORT, **SAMPLED)
     workers = {each.incarnation for each in cluster.info().workers}
-    os.kill(cluster.info().pid, signal.SIGKILL)
-    with pytest.raises(Unavailable):
-        list(stream)
-    wait_for(client.healthy, "the router's return")
+    result = kill_its_router_in_mid_stream(cluster, client.generate(SHORT, **SAMPLED))
+    assert same(result, undisturbed)
+    assert result.resumptions == 1
     wait_for(lambda: {w.incarnation for w in cluster.info().workers} == workers, "the same workers at the new router")
-    wait_quiet(cluster)
-    assert client.complete(SHORT, temperature=0, max_tokens=3).attempts == 1
+
+
+def test_all_decode_workers_killed_and_a_prefill_worker_takes_both_roles(cluster, client):
+    undisturbed = client.complete(SHORT, **SAMPLED)
+    stream = client.generate(SHORT, **SAMPLED)
+    received = 0
+    for delta in stream:
+        received += len(delta.token_ids)
+        if 10 < received <= 10 + len(delta.token_ids):
+            for worker_id in ("decode-0", "decode-1"):
+                kill(worker(cluster, worker_id))
+    assert same(stream.result, undisturbed)
+    first, *_, last = attempts_of(cluster, stream.result.request_id)
+    assert first["decode"].startswith("decode-")
+    assert last["decode"].startswith("prefill-")
+    assert last["local"]
 
 
 def test_several_streams_on_a_killed_decode_worker_all_go_on(cluster, client):

@@ -1,19 +1,20 @@
 """Routers and workers find, lose and find each other again; what is lost returns its leases. No Ray here."""
 
+import asyncio
 import queue
 from dataclasses import replace
 
 import grpc
 import pytest
 
-from pdserve.client import Client
+from pdserve.client import AsyncClient, Client
 from pdserve.config import RouterConfig
-from pdserve.errors import Unavailable
+from pdserve.errors import Cancelled, Unavailable
 from pdserve.rpc import cluster_pb2 as pb
-from pdserve.rpc import convert
+from pdserve.rpc import convert, inference_pb2
 from pdserve.rpc.cluster_pb2_grpc import ClusterStub
 from pdserve.types import ModelLimits, Role, SamplingParams, WorkerInfo
-from router.dispatch import Request
+from router.actions import Request
 from support.clusters import wait_for
 from support.routers import MODEL, RouterThread, make_worker
 
@@ -124,3 +125,94 @@ def test_a_late_goodbye_of_an_old_handler_spares_the_next_request_of_that_id(sma
 
     with RouterThread(small_checkpoint) as router:
         assert router.call(scenario(router.router)) == (True, True)
+
+
+SAMPLED = {"temperature": 0.9, "seed": 3, "max_tokens": 200, "ignore_eos": True, "stop": ["never to be seen"]}
+
+
+def same(one, other):
+    fields = ("token_ids", "text", "finish_reason", "stop", "usage", "prompt_token_ids", "seed", "model")
+    return all(getattr(one, name) == getattr(other, name) for name in fields)
+
+
+def test_a_stream_goes_on_at_another_router_where_it_stood(small_checkpoint, sockets):
+    with RouterThread(small_checkpoint) as first, RouterThread(small_checkpoint) as second:
+        worker = make_worker(small_checkpoint, sockets, first, second)
+        worker.start()
+        wait_for(lambda: joined(first) and joined(second), "the worker joins both")
+        addresses = [first.router.grpc_address, second.router.grpc_address]
+        with Client(addresses) as client:
+            undisturbed = client.complete("Hello", **SAMPLED)
+            stream = client.generate("Hello", **SAMPLED)
+            received = 0
+            for delta in stream:
+                received += len(delta.token_ids)
+                if received == 50:
+                    first.stop()
+            assert same(stream.result, undisturbed)
+            assert stream.result.resumptions == 1
+            assert client.complete("Hello", **SAMPLED).resumptions == 0, "later requests go to the living router"
+        wait_for(lambda: worker.load.blocks.leased == 0, "the leases' return", timeout_s=3.0)
+        worker.stop()
+
+
+def test_an_async_stream_goes_on_at_another_router_too(small_checkpoint, sockets):
+    async def scenario(first, addresses):
+        async with AsyncClient(addresses) as client:
+            undisturbed = await client.complete("Hello", **SAMPLED)
+            stream, received = client.generate("Hello", **SAMPLED), 0
+            async for delta in stream:
+                received += len(delta.token_ids)
+                if received == 50:
+                    await asyncio.to_thread(first.stop)
+            return undisturbed, stream.result
+
+    with RouterThread(small_checkpoint) as first, RouterThread(small_checkpoint) as second:
+        worker = make_worker(small_checkpoint, sockets, first, second)
+        worker.start()
+        wait_for(lambda: joined(first) and joined(second), "the worker joins both")
+        undisturbed, result = asyncio.run(scenario(first, [first.router.grpc_address, second.router.grpc_address]))
+        assert same(result, undisturbed)
+        assert result.resumptions == 1
+        worker.stop()
+
+
+@pytest.mark.parametrize("received", [0, 1, 20, 39, 40])
+def test_a_resumed_request_gives_the_rest_and_only_the_rest(small_checkpoint, sockets, received):
+    with RouterThread(small_checkpoint) as router:
+        worker = make_worker(small_checkpoint, sockets, router)
+        worker.start()
+        wait_for(lambda: joined(router), "the worker joins")
+        with Client(router.router.grpc_address) as client:
+            whole = client.complete("Hello", request_id="r", temperature=0.9, max_tokens=40, ignore_eos=True)
+            request = inference_pb2.GenerateRequest(request_id="r")
+            request.prompt_token_ids.ids.extend(whole.prompt_token_ids)
+            request.sampling.MergeFrom(
+                inference_pb2.SamplingParams(temperature=0.9, seed=whole.seed, max_tokens=40, ignore_eos=True)
+            )
+            request.resume.outputs.add(ids=whole.token_ids[:received])
+            events = list(client.open(request, 10.0))
+        rest = [token_id for event in events for token_id in event.delta.token_ids]
+        text = "".join(event.delta.text for event in events)
+        assert rest == list(whole.token_ids[received:])
+        assert whole.text.endswith(text)
+        assert events[-1].finished.usage.completion_tokens == 40
+        worker.stop()
+
+
+def test_a_resumption_ends_what_the_same_router_still_has_of_the_request(small_checkpoint, sockets):
+    with RouterThread(small_checkpoint) as router:
+        worker = make_worker(small_checkpoint, sockets, router)
+        worker.start()
+        wait_for(lambda: joined(router), "the worker joins")
+        with Client(router.router.grpc_address) as client:
+            old = client.generate("Hello", request_id="r", temperature=0, max_tokens=2000, ignore_eos=True)
+            iterator = iter(old)
+            token_ids = next(iterator).token_ids
+            request = inference_pb2.GenerateRequest(request_id="r", prompt="Hello")
+            request.sampling.MergeFrom(inference_pb2.SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
+            request.resume.outputs.add(ids=token_ids)
+            assert list(client.open(request, 10.0))[-1].finished.usage.completion_tokens == 5
+            with pytest.raises(Cancelled, match="resumed"):
+                list(iterator)
+        worker.stop()

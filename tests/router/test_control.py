@@ -6,8 +6,8 @@ from pdserve.clock import ManualClock
 from pdserve.config import RouterConfig
 from pdserve.rpc import cluster_pb2 as pb
 from pdserve.types import Finish, ModelLimits, Role, SampledToken, SamplingParams, WorkerInfo
+from router.actions import Accept, End, Request
 from router.control import Control
-from router.dispatch import Accept, End, Request
 
 
 class FakeSession:
@@ -40,6 +40,14 @@ class FakeStream:
         self.events.append(event)
 
 
+class Nobody:
+    """An observer that waits for nothing."""
+
+    def members_changed(self) -> None: ...
+
+    def all_ended(self) -> None: ...
+
+
 def serve(control: Control) -> FakeStream:
     stream = FakeStream("r")
     control.submit(Request("r", (5, 6, 7), SamplingParams(max_tokens=4)), stream)
@@ -47,7 +55,7 @@ def serve(control: Control) -> FakeStream:
 
 
 def test_a_worker_that_comes_back_before_its_old_session_ends_gets_its_requests_again() -> None:
-    control = Control("router", RouterConfig(), ManualClock())
+    control = Control("router", RouterConfig(), ManualClock(), Nobody())
     old, new = FakeSession("d"), FakeSession("d")
     control.worker_joined(old)
     serve(control)
@@ -62,7 +70,7 @@ def test_a_worker_that_comes_back_before_its_old_session_ends_gets_its_requests_
 
 
 def test_a_restarted_worker_gets_the_requests_of_its_former_start() -> None:
-    control = Control("router", RouterConfig(), ManualClock())
+    control = Control("router", RouterConfig(), ManualClock(), Nobody())
     old, new = FakeSession("d"), FakeSession("d", start=2)
     control.worker_joined(old)
     serve(control)
@@ -72,7 +80,7 @@ def test_a_restarted_worker_gets_the_requests_of_its_former_start() -> None:
 
 
 def test_tokens_and_the_end_reach_the_stream_and_then_nothing_is_left() -> None:
-    control = Control("router", RouterConfig(), ManualClock())
+    control = Control("router", RouterConfig(), ManualClock(), Nobody())
     session = FakeSession("d")
     control.worker_joined(session)
     stream = serve(control)

@@ -8,6 +8,7 @@ from pdserve.config import RouterConfig
 from pdserve.errors import (
     AlreadyExists,
     Cancelled,
+    FailedPrecondition,
     InternalError,
     InvalidArgument,
     ResourceExhausted,
@@ -17,6 +18,7 @@ from pdserve.errors import (
 from pdserve.types import (
     Finish,
     FinishReason,
+    Load,
     ModelLimits,
     Role,
     SampledToken,
@@ -24,19 +26,11 @@ from pdserve.types import (
     Ticket,
     WorkerInfo,
 )
-from router.dispatch import (
-    Abort,
-    Accept,
-    Dispatch,
-    End,
-    PrefillLocally,
-    Request,
-    Retry,
-    StartDecode,
-    StartPrefill,
-)
+from router.actions import Abort, Accept, End, PrefillLocally, Request, Retry, StartDecode, StartPrefill
+from router.dispatch import Dispatch
 from router.membership import Membership
 from router.policies import LeastLoaded
+from router.suspicion import PROGRESS
 
 TICKET = Ticket(b"t" * 16, 1, "ipc://d", 0, 5000)
 PARAMS = SamplingParams(temperature=0.0, max_tokens=4)
@@ -253,9 +247,10 @@ def test_a_terminal_lost_with_its_worker_is_made_up_for(params, accepted, reason
     assert end.attempts == 1
 
 
-def test_with_no_decode_worker_it_waits_for_one_and_then_goes_on():
+def test_with_no_worker_it_waits_for_one_and_then_goes_on():
     world = World("p0", "d0")
     start = world.decoding()
+    world.lose("p0")
     assert [type(action) for action in world.lose("d0")] == [Retry]
     world.join("d9")
     (again,) = world.dispatch.on_worker_joined(1.0)
@@ -263,13 +258,23 @@ def test_with_no_decode_worker_it_waits_for_one_and_then_goes_on():
     assert again.owner.attempt == start.owner.attempt + 1
 
 
-def test_with_no_decode_worker_it_ends_unavailable_within_the_deadline():
-    world = World("p0")
+def test_with_no_worker_it_ends_unavailable_within_the_deadline():
+    world = World()
     assert world.submit() == []
     assert world.dispatch.tick(1.9) == []
     (end,) = world.dispatch.tick(2.0)
     assert isinstance(end.outcome, Unavailable)
     assert len(world.dispatch) == 0
+
+
+def test_with_no_decode_worker_a_prefill_worker_takes_both_roles():
+    world = World("p0", "p1", "d0")
+    world.decoding()
+    _, again = world.lose("d0")
+    assert (again.worker, again.local_prefill, again.output_ids) == ("p0", True, (10,))
+    world.join("d1")
+    (start,) = world.submit("next")
+    assert (start.worker, start.local_prefill) == ("d1", False)
 
 
 def test_a_ticket_that_does_not_come_fails_the_attempt():
@@ -284,11 +289,97 @@ def test_a_ticket_that_does_not_come_fails_the_attempt():
 def test_it_gives_up_after_the_last_attempt():
     world = World("p0", "d0", "d1", "d2", "d3")
     world.submit()
-    world.lose("d0")
-    world.lose("d1")
-    (end,) = world.lose("d2")
+    world.dispatch.tick(1.0)
+    world.dispatch.tick(2.0)
+    *_, end = world.dispatch.tick(3.0)
     assert isinstance(end.outcome, Unavailable)
     assert end.attempts == 3
+
+
+def test_attempts_that_bring_tokens_are_not_counted():
+    world = World("d0", "d1")
+    (start,) = world.submit(params=replace(PARAMS, max_tokens=100))
+    for position in range(20):
+        world.tokens(start, position, 10)
+        _, retry, start = [None, *world.terminal(start, InternalError("a step failed"))]
+        assert isinstance(retry, Retry)
+    assert start.owner.attempt == 21
+
+
+def test_a_lost_workers_requests_are_placed_again_a_few_at_a_time_the_oldest_first():
+    world = World("p0", "d0", config=replace(CONFIG, max_requests=8, max_recoveries=2))
+    for name in "abcd":
+        (start,) = world.submit(name)
+        world.dispatch.on_ticket("d0", start.owner, TICKET, 0.0)
+        world.tokens(start, 0, 10)
+    world.join("d1")
+    started = [action for action in world.lose("d0") if isinstance(action, StartDecode)]
+    assert [start.request.request_id for start in started] == ["a", "b"]
+    world.dispatch.on_ticket("d1", started[1].owner, TICKET, 0.0)
+    _, third = world.tokens(started[1], 1, 11)
+    assert third.request.request_id == "c"
+    *_, fourth = world.terminal(started[0], InvalidArgument("prompt", "strange"))
+    assert fourth.request.request_id == "d"
+
+
+def test_a_request_that_crashes_workers_is_isolated_then_ended_and_refused():
+    world = World("p0", "d0", "d1", "d2", "d3")
+    world.submit()
+    *_, second = world.lose("d0")
+    assert not second.local_prefill
+    *_, third = world.lose("d1")
+    assert third.local_prefill
+    (innocent,) = world.submit("innocent", replace(PARAMS, seed=1)) if third.worker != "d2" else world.submit("other")
+    assert innocent.worker == "d3"
+    *_, end = world.lose(third.worker)
+    assert isinstance(end.outcome, InternalError)
+    with pytest.raises(FailedPrecondition, match="crashed several workers"):
+        world.submit("again")
+    world.dispatch.submit(Request("again", (5, 6, 7), PARAMS), 61.0)
+
+
+def test_a_crash_long_after_the_last_one_is_another_ones_fault():
+    world = World("d0", "d1", "d2", "d3")
+    (start,) = world.submit(params=replace(PARAMS, max_tokens=1000))
+    for crash in range(3):
+        world.tokens(start, crash * PROGRESS, *range(PROGRESS))
+        *_, start = world.lose(start.worker)
+    assert not start.local_prefill or start.worker == "d3"
+    assert isinstance(start, StartDecode)
+
+
+def test_a_worker_that_keeps_failing_is_the_last_choice_until_a_trial_succeeds():
+    config = replace(CONFIG, max_requests=100, breaker_failures=2, breaker_cooldown_ms=1000, max_attempts=1)
+    world = World("d0", "d1", config=config)
+    for number in range(2):
+        (start,) = world.submit(f"failing-{number}")
+        assert start.worker == "d0"
+        world.terminal(start, InternalError("a step failed"))
+    for number in range(3):
+        assert world.submit(f"elsewhere-{number}")[0].worker == "d1"
+    trial, *_ = world.dispatch.submit(Request("trial", (1,), PARAMS), 1.0)
+    assert trial.worker == "d0"
+    assert world.dispatch.submit(Request("beside", (1,), PARAMS), 1.0)[0].worker == "d1"
+    world.tokens(trial, 0, 10)
+    assert world.submit("after")[0].worker == "d0"
+
+
+def test_a_clients_error_never_trips_a_breaker():
+    world = World("d0", "d1", config=replace(CONFIG, max_requests=100, breaker_failures=1))
+    for number in range(5):
+        (start,) = world.submit(f"bad-{number}")
+        assert start.worker == "d0"
+        world.terminal(start, InvalidArgument("prompt", "strange"))
+
+
+def test_a_draining_worker_gets_nothing_new():
+    world = World("p0", "p1", "d0", "d1")
+    for name in ("p0", "d0"):
+        world.membership.renew(name, Load(draining=True), 0.0)
+    (start,) = world.submit()
+    assert start.worker == "d1"
+    (prefill,) = world.dispatch.on_ticket("d1", start.owner, TICKET, 0.0)
+    assert prefill.worker == "p1"
 
 
 def test_a_full_worker_is_told_to_the_client_as_full():
@@ -308,7 +399,7 @@ def test_a_clients_error_is_not_tried_again():
 
 @pytest.mark.parametrize("phase", ["placing", "ticket", "prefill", "decode"])
 def test_a_cancelled_request_leaves_nothing_in_any_phase(phase):
-    world = World("p0") if phase == "placing" else World("p0", "d0")
+    world = World() if phase == "placing" else World("p0", "d0")
     actions = world.submit()
     if phase in ("prefill", "decode"):
         world.dispatch.on_ticket("d0", actions[0].owner, TICKET, 0.0)

@@ -18,11 +18,11 @@ _LOOK_S = 0.01
 
 
 def cluster_config(
-    runtime_dir: Path, model: Path, prefill: int = 1, decode: int = 1, **sections: dict[str, Any]
+    runtime_dir: Path, model: Path, prefill: int = 1, decode: int = 1, routers: int = 1, **sections: dict[str, Any]
 ) -> Config:
     """A cluster on ephemeral ports with one thread a worker and small pools."""
     base = {
-        "cluster": {"runtime_dir": str(runtime_dir), "prefill": prefill, "decode": decode},
+        "cluster": {"runtime_dir": str(runtime_dir), "prefill": prefill, "decode": decode, "routers": routers},
         "router": {"grpc_port": 0},
         "model": {"path": str(model), "name": "small"},
         "engine": {"threads": 1, "kv_cache_mb": 64},
@@ -70,22 +70,25 @@ def wait_quiet(cluster: LocalCluster, timeout_s: float = 60.0) -> None:
 
 
 def log_events(cluster: LocalCluster, process: str, event: str) -> list[dict[str, Any]]:
-    """The lines of a process's log with this event."""
-    lines = (cluster.logs / f"{process}.jsonl").read_text().splitlines()
+    """The lines with this event in a process's log, or in all whose name matches a pattern such as router-*."""
+    lines = [line for path in sorted(cluster.logs.glob(f"{process}.jsonl")) for line in path.read_text().splitlines()]
     return [line for line in map(json.loads, lines) if line["event"] == event]
 
 
 def attempts_of(cluster: LocalCluster, request_id: str) -> list[dict[str, Any]]:
-    """The router's log lines "attempt started" of a request, in order."""
-    return [line for line in log_events(cluster, "router", "attempt started") if f"/{request_id}@" in line["owner"]]
+    """The routers' log lines "attempt started" of a request, in order."""
+    return _of_request(cluster, "attempt started", request_id)
 
 
 def failures_of(cluster: LocalCluster, request_id: str) -> list[dict[str, Any]]:
-    """The router's log lines "attempt failed" of a request, in order."""
-    return [line for line in log_events(cluster, "router", "attempt failed") if f"/{request_id}@" in line["owner"]]
+    """The routers' log lines "attempt failed" of a request, in order."""
+    return _of_request(cluster, "attempt failed", request_id)
 
 
 def rungs_of(cluster: LocalCluster, request_id: str) -> list[str]:
     """The rungs of the ladder that a request's transfers took, in order."""
-    lines = log_events(cluster, "router", "fallback")
-    return [line["rung"] for line in lines if f"/{request_id}@" in line["owner"]]
+    return [line["rung"] for line in _of_request(cluster, "fallback", request_id)]
+
+
+def _of_request(cluster: LocalCluster, event: str, request_id: str) -> list[dict[str, Any]]:
+    return [line for line in log_events(cluster, "router-*", event) if f"/{request_id}@" in line["owner"]]

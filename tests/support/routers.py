@@ -33,6 +33,8 @@ class RouterThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
 
     def stop(self) -> None:
+        if self._loop.is_closed():
+            return
         self.call(self.router.stop(grace_s=0))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
@@ -47,10 +49,8 @@ class RouterThread:
         self.stop()
 
 
-def make_worker(
-    model: Path, sockets: Path, router: RouterThread, role: Role = Role.DECODE, model_name: str = MODEL
-) -> Worker:
-    """A worker that is not started yet."""
+def make_worker(model: Path, sockets: Path, *routers: RouterThread, role: Role = Role.DECODE) -> Worker:
+    """A worker of these routers that is not started yet."""
     config = Config()
     config = replace(config, engine=replace(config.engine, threads=1, kv_cache_mb=32))
     return Worker(
@@ -58,8 +58,8 @@ def make_worker(
             worker_id=f"{role.value}-0",
             role=role,
             model_directory=str(model),
-            model_name=model_name,
-            router_addresses=(router.router.session_address,),
+            model_name=MODEL,
+            router_addresses=tuple(router.router.session_address for router in routers),
             kv_socket_directory=str(sockets),
             log_path="",
             config=config,

@@ -1,0 +1,102 @@
+"""What the attempt loop decides: a request goes in, these come out, and the router's shell carries them out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdserve.errors import PdserveError
+from pdserve.types import Finish, Owner, SampledToken, SamplingParams, Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a client asked for, validated and tokenised."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    received_ids: tuple[int, ...] = ()  # of the output, which the client has from another router
+    tenant: str = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class StartDecode:
+    worker: str
+    owner: Owner
+    request: Request
+    output_ids: tuple[int, ...]
+    local_prefill: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StartPrefill:
+    worker: str
+    owner: Owner
+    request: Request
+    output_ids: tuple[int, ...]
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class SenderLost:
+    """A decode worker shall not wait for the sender of this epoch any longer."""
+
+    worker: str
+    owner: Owner
+    epoch: int
+    error: PdserveError
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillLocally:
+    """There is no prefill worker for this decode worker's ticket."""
+
+    worker: str
+    owner: Owner
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """For the log and the metrics: an attempt goes on without its prefill worker."""
+
+    owner: Owner
+    rung: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """A worker shall drop everything it holds for this owner."""
+
+    worker: str
+    owner: Owner
+
+
+@dataclass(frozen=True, slots=True)
+class Accept:
+    """Tokens for the client, in order, each exactly once."""
+
+    request_id: str
+    tokens: tuple[SampledToken, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """For the log: an attempt failed and another will be made."""
+
+    owner: Owner
+    phase: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The one terminal event of a request."""
+
+    request_id: str
+    outcome: Finish | PdserveError
+    attempts: int
+    exact: bool
+
+
+Action = StartDecode | StartPrefill | SenderLost | PrefillLocally | Abort | Accept | Fallback | Retry | End
