@@ -10,7 +10,7 @@ from bench.simulation.client import JobPlan
 from bench.simulation.model import TOKEN_BYTES
 from bench.simulation.network import Conditions, Death
 from bench.simulation.worker import WorkerPlan
-from pdserve.config import EngineConfig, RouterConfig, TransferConfig
+from pdserve.config import TRANSFER_MODES, EngineConfig, RouterConfig, TransferConfig
 from pdserve.types import Role, SamplingParams
 
 _CALM_SHARE = 0.15
@@ -126,6 +126,7 @@ def _transfer(rng: random.Random, calm: bool) -> TransferConfig:
         max_renewals=rng.choice((0, 1, 2)),
         renewal_failures=2,
         renewal_cooldown_ms=500,
+        mode=rng.choice(("layerwise", *TRANSFER_MODES)),
     )
 
 

@@ -86,7 +86,12 @@ class SimulatedWorker:
         fences.watch(self.link._exchange)
         ladder = Ladder(LadderLimits.from_config(transfer_config))
         self.prefill = PrefillService(
-            self.engine, self.link, Reports(partial(self._report, "prefill")), Trace(capacity=1), self.max_queued
+            self.engine,
+            self.link,
+            Reports(partial(self._report, "prefill")),
+            Trace(capacity=1),
+            self.max_queued,
+            transfer_config.mode,
         )
         decode_reports = Reports(partial(self._report, "decode"))
         self.decode = DecodeService(
