@@ -101,8 +101,10 @@ class Control:
         self._perform(actions)
         return bool(actions)
 
-    def finish(self, request_id: str, finish: Finish) -> None:
-        self._perform(self.dispatch.finish(request_id, finish))
+    def finish(self, stream: Stream, finish: Finish) -> None:
+        """End a request regularly: a stop string matched in what its stream brought. Its id may be another's by now."""
+        if self._streams.get(stream.request_id) is stream:
+            self._perform(self.dispatch.finish(stream.request_id, finish))
 
     def drain_worker(self, incarnation: str, cancel: bool) -> None:
         """Ask a worker to finish what it has and take nothing new, or to serve again."""

@@ -58,7 +58,7 @@ class RouterCalls(Protocol):
 
     def cancel(self, request_id: str, error: PdserveError | None = None) -> bool: ...
 
-    def finish(self, request_id: str, finish: Finish) -> None: ...
+    def finish(self, stream: Events, finish: Finish) -> None: ...
 
     def model_info(self, limits: ModelLimits) -> pb.ModelInfo: ...
 
@@ -188,13 +188,13 @@ class Frontend(InferenceServicer):
         output = Output(self._tokenizer, resolved.stop, sampling.min_tokens, sampling.logprobs is not None)
         output.replay(resolved.received_ids)
         if output.stop is not None:
-            self._router.finish(resolved.request_id, Finish(FinishReason.STOP, stop=output.stop))
+            self._router.finish(events, Finish(FinishReason.STOP, stop=output.stop))
         async for event in events:
             if isinstance(event, Accept) and output.stop is None:
                 delta = output.push(event.tokens)
                 yield pb.GenerateResponse(delta=delta)
                 if output.stop is not None:
-                    self._router.finish(resolved.request_id, Finish(FinishReason.STOP, stop=output.stop))
+                    self._router.finish(events, Finish(FinishReason.STOP, stop=output.stop))
             elif isinstance(event, End):
                 if isinstance(event.outcome, PdserveError):
                     raise event.outcome

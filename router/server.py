@@ -177,8 +177,9 @@ class Router:
         """End a request with an error; False if it is not in flight."""
         return self._control.cancel(request_id, error)
 
-    def finish(self, request_id: str, finish: Finish) -> None:
-        self._control.finish(request_id, finish)
+    def finish(self, stream: RequestStream, finish: Finish) -> None:
+        """End a request regularly: a stop string matched in its text."""
+        self._control.finish(stream, finish)
 
     async def wait_members(self, worker_ids: frozenset[str]) -> None:
         """Return once all these workers are members. The caller sets the deadline."""

@@ -44,11 +44,10 @@ def check_router(router: SimulatedRouter) -> None:
     streams, requests = len(router.control._streams), len(dispatch)
     if streams != requests:
         raise Violation(f"{router.process.name}: {requests} requests have {streams} streams")
-    for entry in dispatch._requests.values():
-        if entry.phase is Phase.PLACING:
-            waits = entry.deadline is not None or dispatch._recoveries() >= router.config.max_recoveries
-        else:
-            waits = entry.attempt is not None and entry.attempt.decode in router.control._sessions
+    for entry in dispatch._requests.values():  # the timer looks after those that wait for a place
+        waits = entry.phase is Phase.PLACING or (
+            entry.attempt is not None and entry.attempt.decode in router.control._sessions
+        )
         if not waits:
             raise Violation(f"{router.process.name}: {entry.request.request_id} waits for nobody")
     if requests > router.config.max_requests:

@@ -161,7 +161,10 @@ class _Call:
         self._watch()
 
     def _generate(self) -> None:
-        self._router.generate(self._request, self._stream, resumed=bool(self._request.received_ids))
+        received, stop_at = len(self._request.received_ids), self._job.plan.text_stop_at
+        self._router.generate(self._request, self._stream, resumed=received > 0)
+        if stop_at is not None and received >= stop_at:
+            self._found_stop()
 
     def abandon(self) -> None:
         self._over = True
@@ -185,6 +188,4 @@ class _Call:
 
     def _found_stop(self) -> None:
         finish = Finish(FinishReason.STOP, stop=STOP_TEXT)
-        self._router.process.after(
-            0.0, "stop string", lambda: self._router.control.finish(self._job.plan.request_id, finish)
-        )
+        self._router.process.after(0.0, "stop string", lambda: self._router.control.finish(self._stream, finish))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pdserve.clock import ManualClock
 from pdserve.config import RouterConfig
 from pdserve.rpc import cluster_pb2 as pb
-from pdserve.types import Finish, ModelLimits, Role, SampledToken, SamplingParams, WorkerInfo
+from pdserve.types import Finish, FinishReason, ModelLimits, Role, SampledToken, SamplingParams, WorkerInfo
 from router.actions import Accept, End, Request
 from router.control import Control
 
@@ -86,9 +86,20 @@ def test_tokens_and_the_end_reach_the_stream_and_then_nothing_is_left() -> None:
     stream = serve(control)
     owner = control.dispatch._requests["r"].attempt.owner
     control.tokens("d#1", owner, 0, (SampledToken(9), SampledToken(8)))
-    control.finish("r", Finish("stop", stop="x"))
+    control.finish(stream, Finish(FinishReason.STOP, stop="x"))
     accept, end = stream.events
     assert accept == Accept("r", (SampledToken(9), SampledToken(8)))
     assert isinstance(end, End)
     assert len(control.dispatch) == 0
     assert not control.cancel("r")
+
+
+def test_a_stop_string_found_in_an_abandoned_stream_does_not_end_the_next_request_of_its_id() -> None:
+    control = Control("router", RouterConfig(), ManualClock(), Nobody())
+    control.worker_joined(FakeSession("d"))
+    old = serve(control)
+    control.abandon(old)
+    new = serve(control)
+    control.finish(old, Finish(FinishReason.STOP, stop="x"))
+    assert new.events == []
+    assert len(control.dispatch) == 1
