@@ -45,6 +45,7 @@ class Engine:
         self._sequences: dict[Owner, Sequence] = {}
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._after_step: list[Callable[[], None]] = []
+        self._stalled = False  # the last plan was empty: only a command can change that
 
     @property
     def limits(self) -> ModelLimits:
@@ -94,8 +95,9 @@ class Engine:
 
     def step(self, wait_s: float = 0.0) -> bool:
         """Carry out queued commands, then one step. Waits at most `wait_s` for work; False: there was none."""
-        worked = self._drain_inbox(0.0 if self._scheduler.has_work() else wait_s)
+        worked = self._drain_inbox(0.0 if self._scheduler.has_work() and not self._stalled else wait_s)
         plan = self._scheduler.plan()
+        self._stalled = not plan.slices and not plan.leased
         for sequence in plan.leased:
             if sequence.pinned:
                 sequence.sink.on_leased(sequence)

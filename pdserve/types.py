@@ -36,8 +36,8 @@ class Finish:
 class Owner:
     """Who holds blocks, transfers and tickets. It fences everything: two attempts never share one.
 
-    `router` is the incarnation of the router process, `attempt` counts from 1, `output` says which of the request's n
-    outputs it works on.
+    `router` is the incarnation of the router process, `attempt` counts all that it has made: a request id may come
+    again, an owner never does. `output` says which of the request's n outputs it works on.
     """
 
     tenant: str

@@ -121,6 +121,7 @@ class Dispatch:
         self._breakers = Breakers(config.breaker_failures, config.breaker_cooldown_ms / 1000)
         self._refusals = Refusals(config.poison_refusal_ms / 1000)
         self._requests: dict[tuple[str, int], _InFlight] = {}  # by request id and output; the oldest first
+        self._attempts = 0  # made so far, of all requests: a request id may come again, an owner may not
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -219,15 +220,16 @@ class Dispatch:
             self._note_success(worker)
         return []
 
-    def on_worker_lost(self, worker: str, now: float) -> list[Action]:
-        """A member has left. What still needs it goes on elsewhere."""
+    def on_worker_lost(self, worker: str, now: float, crashed: bool = True) -> list[Action]:
+        """A member has left. What still needs it goes on elsewhere. `crashed`: perhaps a request did it."""
         actions: list[Action] = []
         lost = Unavailable(f"worker {worker} was lost")
         self._note_failure(worker, lost, now)
         for entry in list(self._requests.values()):
             if entry.attempt is None or worker not in entry.attempt.workers():
                 continue
-            entry.suspicion.crashed(len(entry.output_ids))
+            if crashed:
+                entry.suspicion.crashed(len(entry.output_ids))
             if worker == entry.attempt.decode:
                 entry.attempt.decode = None
                 actions += self._fail_attempt(entry, lost, worker, now)
@@ -303,8 +305,9 @@ class Dispatch:
         self._note_placed(decode, now)
         entry.attempts += 1
         entry.fruitless += 1
+        self._attempts += 1
         request = entry.request
-        owner = Owner(request.tenant, request.request_id, self._incarnation, entry.attempts, entry.output)
+        owner = Owner(request.tenant, request.request_id, self._incarnation, self._attempts, entry.output)
         entry.attempt = _Attempt(owner, decode)
         alone = self._computes_alone(entry, decode) or self._policy.choose_prefill(wish, candidates) is None
         local = share is not None or alone

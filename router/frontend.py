@@ -58,7 +58,7 @@ class RouterCalls(Protocol):
 
     def cancel(self, request_id: str, error: PdserveError | None = None) -> bool: ...
 
-    def finish(self, request_id: str, output: int, finish: Finish) -> None: ...
+    def finish(self, stream: Events, output: int, finish: Finish) -> None: ...
 
     def model_info(self, limits: ModelLimits) -> pb.ModelInfo: ...
 
@@ -188,12 +188,12 @@ class Frontend(InferenceServicer):
     async def _stream(self, resolved: ResolvedRequest, events: Events) -> AsyncIterator[pb.GenerateResponse]:
         outputs = self._outputs(resolved)
         for output in outputs:
-            self._finish_at_stop(resolved, output)
+            self._finish_at_stop(events, output)
         async for event in events:
             output = outputs[event.output]
             if isinstance(event, Accept) and output.stop is None:
                 yield pb.GenerateResponse(delta=output.push(event.tokens))
-                self._finish_at_stop(resolved, output)
+                self._finish_at_stop(events, output)
             elif isinstance(event, End):
                 if isinstance(event.outcome, PdserveError):
                     raise event.outcome
@@ -213,9 +213,9 @@ class Frontend(InferenceServicer):
             output.replay(token_ids)
         return outputs
 
-    def _finish_at_stop(self, resolved: ResolvedRequest, output: Output) -> None:
+    def _finish_at_stop(self, events: Events, output: Output) -> None:
         if output.stop is not None:
-            self._router.finish(resolved.request_id, output.index, Finish(FinishReason.STOP, stop=output.stop))
+            self._router.finish(events, output.index, Finish(FinishReason.STOP, stop=output.stop))
 
 
 def _params(request_id: str, model: str, sampling: pb.SamplingParams) -> GenerateParams:

@@ -49,6 +49,7 @@ PURE_CORES = [
     "kvtransfer.exchange",
     "router.membership",
     "router.policies",
+    "router.control",
     "router.dispatch",
     "router.validation",
     "pdserve.types",

@@ -121,6 +121,15 @@ def test_what_an_old_attempt_still_says_is_fenced_off():
     assert world.dispatch.on_ticket("d0", start.owner, TICKET, 0.0) == []
 
 
+def test_a_request_id_that_comes_again_gets_another_owner():
+    world = World("d1", "p1")
+    first = world.prefilling()
+    world.dispatch.cancel("r")
+    again = world.prefilling()
+    assert again.owner != first.owner, "a late word or a late abort of the first would hit the second"
+    assert world.dispatch.on_terminal("d1", first.owner, Cancelled("the first was aborted"), 0.0) == []
+
+
 def test_another_worker_cannot_speak_for_the_attempt():
     world = World("p0", "d0", "d1")
     start = world.decoding()
