@@ -36,8 +36,9 @@ class FakeStream:
         self.request_id = request_id
         self.events: list[Accept | End] = []
 
-    def put(self, event: Accept | End) -> None:
+    def put(self, event: Accept | End) -> bool:
         self.events.append(event)
+        return isinstance(event, End)
 
 
 class Nobody:
@@ -84,11 +85,11 @@ def test_tokens_and_the_end_reach_the_stream_and_then_nothing_is_left() -> None:
     session = FakeSession("d")
     control.worker_joined(session)
     stream = serve(control)
-    owner = control.dispatch._requests["r"].attempt.owner
+    owner = control.dispatch._requests["r", 0].attempt.owner
     control.tokens("d#1", owner, 0, (SampledToken(9), SampledToken(8)))
-    control.finish(stream, Finish(FinishReason.STOP, stop="x"))
+    control.finish(stream, 0, Finish(FinishReason.STOP, stop="x"))
     accept, end = stream.events
-    assert accept == Accept("r", (SampledToken(9), SampledToken(8)))
+    assert accept == Accept("r", 0, (SampledToken(9), SampledToken(8)))
     assert isinstance(end, End)
     assert len(control.dispatch) == 0
     assert not control.cancel("r")
@@ -100,6 +101,6 @@ def test_a_stop_string_found_in_an_abandoned_stream_does_not_end_the_next_reques
     old = serve(control)
     control.abandon(old)
     new = serve(control)
-    control.finish(old, Finish(FinishReason.STOP, stop="x"))
+    control.finish(old, 0, Finish(FinishReason.STOP, stop="x"))
     assert new.events == []
     assert len(control.dispatch) == 1
