@@ -23,7 +23,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from deploy import bench_cli
+from deploy import bench_cli, drill_cli
 from deploy.runtime import RuntimeDirectory
 from pdserve import logs
 from pdserve.client import Client, Result
@@ -37,6 +37,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench_cli.app, name="bench")
+app.add_typer(drill_cli.app, name="drill")
 _out = Console(highlight=False)
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _err = Console(stderr=True, highlight=False, soft_wrap=True)

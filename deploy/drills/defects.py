@@ -1,0 +1,2 @@
+DEFECTS: dict = {}
+VARIABLE = "PDSERVE_BREAK"
