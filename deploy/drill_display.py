@@ -5,10 +5,8 @@ from __future__ import annotations
 import threading
 from types import TracebackType
 
-from rich import box
 from rich.console import Console
 from rich.status import Status as Spinner
-from rich.table import Table
 
 from deploy.drills.load import LoadRun
 from deploy.drills.run import Outcome
@@ -112,9 +110,7 @@ def print_outcome(console: Console, outcome: Outcome) -> None:
         return
     for line in draw(outcome.picture, console.width):
         console.print(line, markup=False, soft_wrap=True)
-    values = [getattr(verdict, name) for name, _ in _FIGURES]
-    table = Table(*(title for _, title in _FIGURES), box=box.SIMPLE)
-    table.add_row(*("-" if value is None else f"{value:g}" for value in values))
-    console.print(table)
+    figures = [(title, getattr(verdict, name)) for name, title in _FIGURES]
+    console.print(", ".join(f"{title} {'-' if value is None else f'{value:g}'}" for title, value in figures))
     hits = ", ".join(f"{phase} {count}" for phase, count in verdict.phase_hits.items())
     console.print(f"phases hit: {hits or '-'}\n")

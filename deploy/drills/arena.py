@@ -49,10 +49,18 @@ class Process:
 class Arena:
     """Looks at a running cluster. Every look is bounded in time and finds nothing where nobody answers."""
 
-    def __init__(self, addresses: Sequence[str], logs: Path | None = None, traces: Traces | None = None) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        logs: Path | None = None,
+        traces: Traces | None = None,
+        processes: Callable[[], list[psutil.Process]] = list,
+    ) -> None:
+        """`processes`: all of a cluster's on this host, Ray's among them."""
         self.addresses = tuple(addresses)
         self.logs = logs
         self._traces = traces
+        self._processes = processes
         self._clients = [Client(address) for address in self.addresses]
         self.worker_ids = frozenset(worker.worker_id for worker in self.workers())
 
@@ -98,6 +106,14 @@ class Arena:
         if info is None:
             raise Unavailable(f"router {number} at {self.addresses[number]} does not answer")
         return Process(f"router-{number}", info.pid)
+
+    def process_named(self, name: str) -> int | None:
+        """The pid of the cluster's process of this name."""
+        for process in self._processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.name() == name:
+                    return process.pid
+        return None
 
     def here(self, process: Process) -> bool:
         """Whether it is a process of this host."""
@@ -152,6 +168,11 @@ class Arena:
                         found.append(json.loads(line))
         return [line for line in found if line["event"] == event]
 
+    def moved_requests(self) -> frozenset[str]:
+        """The ids of the requests whose attempt or sender was replaced, as the routers' logs tell."""
+        lines = [line for event in ("fallback", "attempt failed") for line in self.log_lines("router-*", event)]
+        return frozenset(line["owner"].partition("/")[2].rpartition("@")[0] for line in lines)
+
     def lines_of(self, request_id: str, event: str) -> list[dict[str, Any]]:
         """The routers' lines with this event about one request, in order."""
         return [line for line in self.log_lines("router-*", event) if f"/{request_id}@" in line["owner"]]
@@ -198,11 +219,7 @@ class DetachedCluster:
     def arena(self) -> Arena:
         state = self._runtime.read_state()
         assert state is not None
-        return Arena(state.routers, self._runtime.logs)
-
-    def processes(self) -> list[psutil.Process]:
-        """Ray's own and the cluster's, not the supervisor."""
-        return self._runtime.processes()
+        return Arena(state.routers, self._runtime.logs, processes=self._runtime.processes)
 
     def stop(self) -> None:
         """End it, whatever state it is in, and whatever it started."""

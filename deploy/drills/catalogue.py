@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from deploy.drills import workers
+from deploy.drills import control, storms, workers
 from deploy.drills.arena import Arena
 from deploy.drills.stage import Stage
 from deploy.drills.verdict import Rules
@@ -78,6 +78,57 @@ DRILLS: tuple[Drill, ...] = (
         "SIGKILL every decode worker in mid-decode: prefill takes both roles",
         workers.lose_all_decode,
         Rules(phases=(workers.MID_DECODE,)),
+    ),
+    Drill(
+        "kill-router",
+        "SIGKILL a router in mid-decode and before a first token: its clients go on at another one",
+        control.kill_router,
+        Rules(phases=(workers.MID_DECODE, control.BEFORE_TOKENS)),
+    ),
+    Drill(
+        "drain",
+        "Tell workers to leave, by the drain call and by SIGTERM: they finish what they have",
+        control.drain,
+        Rules(failover=False, phases=(control.DRAINED, control.TERMINATED)),
+    ),
+    Drill(
+        "cancel-storm",
+        "Cancel most of many requests, in any state",
+        storms.cancel_storm,
+        Rules(failover=False),
+    ),
+    Drill(
+        "restart-storm",
+        "SIGKILL one worker after the other while requests keep coming",
+        storms.restart_storm,
+        Rules(phases=(storms.UNDER_LOAD,)),
+    ),
+    Drill(
+        "poison",
+        "A request that crashes whoever serves it: given up after three, then refused for a while",
+        storms.poison,
+        Rules(phases=storms.CRASHES),
+        needs_own=True,
+    ),
+    Drill(
+        "mixed",
+        "Any fault every few seconds, for --duration seconds",
+        storms.mixed,
+        Rules(phases=(storms.UNDER_LOAD,)),
+    ),
+    Drill(
+        "overload",
+        "Many more requests than the routers take",
+        storms.overload,
+        Rules(failover=False, refusals=True),
+        changes={"router": {"max_requests": 4}},
+    ),
+    Drill(
+        "kill-gcs",
+        "SIGKILL Ray's control store: streams go on, and so do requests that come afterwards",
+        control.kill_control_store,
+        Rules(failover=False, phases=(workers.MID_DECODE,)),
+        detached=True,
     ),
 )
 

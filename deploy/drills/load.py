@@ -32,7 +32,7 @@ class Ask:
     prompt: str
     options: GenerateOptions
     wish: Wish = Wish.COMPLETE
-    cancel_after: int = 0  # tokens, where it is the drill that cancels it
+    cancel_after: int = 0  # tokens, where it is the drill that cancels it; 0: as soon as it is accepted
     held: bool = False  # sent when it is released, not with the others
 
     @property
@@ -64,6 +64,7 @@ class Recording:
 
     ask: Ask
     request_id: str
+    router: int  # the one that is asked first
     started_s: float = 0.0
     ended_s: float | None = None
     outputs: dict[int, Output] = field(default_factory=dict)
@@ -82,12 +83,19 @@ class Recording:
 class LoadRun:
     """Requests being sent, a thread and a client each, spread over the routers. Use as: start, look, wait."""
 
-    def __init__(self, addresses: Sequence[str], asks: Iterable[Ask], tag: str, timeout_s: float) -> None:
-        """`tag` makes the request ids unique; `timeout_s` is the clients' deadline."""
+    def __init__(
+        self, addresses: Sequence[str], asks: Iterable[Ask], tag: str, timeout_s: float, at_once: int | None = None
+    ) -> None:
+        """`tag` makes the request ids unique; `timeout_s` is the clients' deadline; of the requests not held back, at
+        most `at_once` are in flight."""
         self._addresses = tuple(addresses)
         self._timeout_s = timeout_s
         self._lock = threading.Condition()
-        self.recordings = [Recording(ask, f"drill-{tag}-{ask.name}") for ask in asks]
+        self._stopped = threading.Event()
+        self.recordings = [
+            Recording(ask, f"drill-{tag}-{ask.name}", number % len(self._addresses)) for number, ask in enumerate(asks)
+        ]
+        self._turns = threading.Semaphore(at_once or len(self.recordings))
         self._threads = [
             threading.Thread(target=self._serve, args=(number,), name=recording.request_id, daemon=True)
             for number, recording in enumerate(self.recordings)
@@ -106,12 +114,19 @@ class LoadRun:
 
     def wait(self) -> list[Recording]:
         """Until every request has ended, which the clients' deadline bounds; those never released are left out."""
-        sent = []
-        for recording, thread in zip(self.recordings, self._threads, strict=True):
+        for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
-                sent.append(recording)
-        return sent
+        return [recording for recording in self.recordings if recording.started_s]
+
+    def stop(self) -> None:
+        """Send no more; what is in flight goes on."""
+        self._stopped.set()
+
+    @property
+    def live(self) -> int:
+        """How many are in flight."""
+        return sum(recording.live for recording in self.recordings)
 
     def wait_tokens(self, recordings: Iterable[Recording], count: int, timeout_s: float) -> bool:
         """Until each has at least `count` tokens or has ended; False if that takes too long."""
@@ -123,8 +138,13 @@ class LoadRun:
 
     def _serve(self, number: int) -> None:
         recording = self.recordings[number]
+        with self._turns:
+            if not self._stopped.is_set():
+                self._send(recording)
+
+    def _send(self, recording: Recording) -> None:
         recording.started_s = _CLOCK.now()
-        turn = number % len(self._addresses)
+        turn = recording.router
         with Client(self._addresses[turn:] + self._addresses[:turn]) as client:
             try:
                 recording.result = self._read(client, recording)
@@ -139,7 +159,7 @@ class LoadRun:
         options: GenerateOptions = {**ask.options, "request_id": recording.request_id}
         stream = client.generate(ask.prompt, timeout_s=self._timeout_s, **options)
         cancelling = ask.wish is Wish.CANCELLED
-        if cancelling and not ask.cancel_after:
+        if cancelling and not ask.cancel_after and stream.started:
             stream.cancel()
         for delta in stream:
             with self._lock:

@@ -19,8 +19,8 @@ from deploy.cluster import LocalCluster
 from deploy.drills.arena import Arena, DetachedCluster, arena_of
 from deploy.drills.catalogue import Drill
 from deploy.drills.load import Recording
-from deploy.drills.stage import Progress, References, Settings, Stage
-from deploy.drills.timeline import Picture, Row
+from deploy.drills.stage import Progress, References, Round, Settings, Stage
+from deploy.drills.timeline import Panel, Row
 from deploy.drills.verdict import Verdict, judge, skipped
 from pdserve.config import Config
 from pdserve.errors import PdserveError
@@ -36,7 +36,7 @@ _READY_TIMEOUT_S = 5.0
 @dataclass(frozen=True, slots=True)
 class Outcome:
     verdict: Verdict
-    picture: Picture
+    picture: tuple[Panel, ...]
 
 
 class OwnClusters:
@@ -121,11 +121,11 @@ def hold(
 ) -> Outcome:
     """One drill. What goes wrong with it is its verdict, not an exception."""
     if isinstance(clusters, UsersCluster) and (drill.needs_own or drill.changes or drill.detached):
-        return Outcome(skipped(drill.name, "it needs a cluster of its own"), Picture((), ()))
+        return Outcome(skipped(drill.name, "it needs a cluster of its own"), ())
     arena = clusters.arena(drill)
     obstacle = drill.obstacle(arena)
     if obstacle is not None:
-        return Outcome(skipped(drill.name, obstacle), Picture((), ()))
+        return Outcome(skipped(drill.name, obstacle), ())
     stage = Stage(drill.name, arena, settings, references, progress)
     begin_s = time.monotonic()
     try:
@@ -134,13 +134,19 @@ def hold(
         stage.problems.append(f"the drill could not go on: {error}")
     evidence = stage.evidence()
     verdict = judge(drill.name, evidence, drill.rules_on(arena), settings.seed, time.monotonic() - begin_s)
-    rows = tuple(_row(recording, stage.failed_over(recording)) for recording in stage.recordings)
-    return Outcome(verdict, Picture(rows, evidence.marks))
+    return Outcome(verdict, tuple(_panel(stage, round_) for round_ in stage.rounds))
 
 
 def drill_config(config: Config) -> Config:
     """What every drill's cluster starts from: the user's settings, with workers enough to lose some."""
     return config.override(BASE, "drill")
+
+
+def _panel(stage: Stage, round_: Round) -> Panel:
+    sent = [recording for recording in round_.run.recordings if recording.started_s]
+    moved = stage.arena.moved_requests()
+    rows = tuple(_row(recording, stage.failed_over(recording, moved)) for recording in sent)
+    return Panel(round_.title, rows, tuple(injected.mark() for injected in round_.injector.injected))
 
 
 def _row(recording: Recording, failed_over: bool) -> Row:

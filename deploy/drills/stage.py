@@ -67,6 +67,7 @@ class References:
 class Round:
     """A round in progress, for whoever injects its faults."""
 
+    title: str
     run: LoadRun
     injector: Injector
 
@@ -78,52 +79,60 @@ class Stage:
         self.arena = arena
         self.settings = settings
         self.progress = progress
+        self.rounds: list[Round] = []
         self.recordings: list[Recording] = []
-        self.injected: list[Injected] = []
         self.problems: list[str] = []
         self.begin_s = time.monotonic()
         self._references = references
         self._leaked = 0
-        self._rounds = itertools.count(1)
         self._tag = f"{name}-{secrets.token_hex(3)}"
 
-    def play(self, title: str, asks: Sequence[Ask], disturb: Callable[[Round], None]) -> Round:
-        """One round. `disturb` injects its faults while the load runs, and returns when it has."""
+    def play(
+        self, title: str, asks: Sequence[Ask], disturb: Callable[[Round], None], at_once: int | None = None
+    ) -> Round:
+        """One round. `disturb` injects its faults while the load runs, and returns when it has. `at_once` is as for
+        LoadRun."""
         if not self.arena.wait_ready(self.settings.recover_timeout_s):
             self.problems.append(f"not every worker was ready before the round {title!r}")
         self.progress.say(f"{title}: the undisturbed answers")
         self._references.fill(self.arena.addresses, asks, self.settings.request_timeout_s)
         self.progress.say(title)
-        tag = f"{self._tag}-{next(self._rounds)}"
-        run = LoadRun(self.arena.addresses, asks, tag, self.settings.request_timeout_s)
+        tag = f"{self._tag}-{len(self.rounds) + 1}"
+        run = LoadRun(self.arena.addresses, asks, tag, self.settings.request_timeout_s, at_once)
         self.progress.watch(run)
         with Injector(self.arena) as injector:
-            round_ = Round(run, injector)
+            round_ = Round(title, run, injector)
+            self.rounds.append(round_)
             run.start()
             try:
                 disturb(round_)
             finally:
                 self.recordings += run.wait()
-                self.injected += injector.injected
             injector.thaw()
             self._recover(title, injector)
         self.progress.watch(None)
         return round_
 
+    @property
+    def injected(self) -> list[Injected]:
+        return [injected for round_ in self.rounds for injected in round_.injector.injected]
+
     def evidence(self) -> Evidence:
+        moved = self.arena.moved_requests()
         return Evidence(
-            exchanges=tuple(self._exchange(recording) for recording in self.recordings),
+            exchanges=tuple(self._exchange(recording, moved) for recording in self.recordings),
             marks=tuple(injected.mark() for injected in self.injected),
             leaked_blocks=self._leaked,
             problems=tuple(self.problems),
         )
 
-    def failed_over(self, recording: Recording) -> bool:
-        """Whether the request went on elsewhere: at another worker, router or sender."""
+    def failed_over(self, recording: Recording, moved: frozenset[str] | None = None) -> bool:
+        """Whether the request went on elsewhere: at another worker, router or sender. `moved`: the ids that the logs
+        tell of, where they have been read already."""
         result = recording.result
         if result is not None and (result.attempts > 1 or result.resumptions > 0):
             return True
-        return any(self.arena.lines_of(recording.request_id, event) for event in ("fallback", "attempt failed"))
+        return recording.request_id in (self.arena.moved_requests() if moved is None else moved)
 
     def _recover(self, title: str, injector: Injector) -> None:
         self.progress.say(f"{title}: recovering")
@@ -132,9 +141,9 @@ class Stage:
         self._leaked += self.arena.wait_quiet(self.settings.quiet_timeout_s)
         injector.settle()
 
-    def _exchange(self, recording: Recording) -> Exchange:
+    def _exchange(self, recording: Recording, moved: frozenset[str]) -> Exchange:
         reference = self._references.get(recording.ask)
-        failed_over = self.failed_over(recording)
+        failed_over = self.failed_over(recording, moved)
         error = recording.error
         return Exchange(
             request_id=recording.request_id,

@@ -15,8 +15,8 @@ from pdserve.rpc.inference_pb2 import WorkerStatus
 BEFORE, DURING, AFTER, MID_DECODE = "before transfer", "during transfer", "after transfer", "mid-decode"
 
 _TRIES = 3  # of a phase that was missed
-_STEADY_TOKENS = 2  # after which a request has no transfer any more
-_MID_TOKENS = 10
+STEADY_TOKENS = 2  # after which a request has no transfer any more
+MID_TOKENS = 10
 _DETECT_TIMEOUT_S = 10.0
 
 Strike = Callable[[Stage, Round, WorkerStatus, str], Injected]
@@ -127,7 +127,7 @@ class _Shot:
 
     def disturb(self, round_: Round) -> None:
         *others, recording = round_.run.recordings
-        round_.run.wait_tokens(others, _STEADY_TOKENS, PHASE_TIMEOUT_S)
+        round_.run.wait_tokens(others, STEADY_TOKENS, PHASE_TIMEOUT_S)
         self._sight = ProbeSight(self._stage.arena, recording)
         round_.run.release(recording)
         worker = self._aim.find(self._sight)
@@ -147,7 +147,7 @@ def mid_decode(stage: Stage, role: str, strike: Strike) -> None:
     struck: list[tuple[Injected, list[Recording]]] = []
 
     def disturb(round_: Round) -> None:
-        round_.run.wait_tokens(round_.run.recordings, _MID_TOKENS, PHASE_TIMEOUT_S)
+        round_.run.wait_tokens(round_.run.recordings, MID_TOKENS, PHASE_TIMEOUT_S)
         flowing = [each for each in round_.run.recordings if each.live and each.token_count]
         victim = stage.arena.busy(role)
         if victim is not None:
