@@ -13,6 +13,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from pdserve.errors import InvalidArgument
+
 app = typer.Typer(help="Measure against this machine's own limits.", no_args_is_help=True)
 _out = Console(highlight=False)
 
@@ -44,6 +46,44 @@ def engine(
     from model.embedded import embedded_model_directory
 
     _print(bench_engine(model or embedded_model_directory(), kernels, dtype, threads, under_load), json_output)
+
+
+TRANSFER_PARTS = ("modes", "transports", "integrity")
+
+
+@app.command()
+def transfer(
+    part: Annotated[list[str], typer.Option(help=f"Of {', '.join(TRANSFER_PARTS)}; may be repeated.")] = [  # noqa: B006
+        *TRANSFER_PARTS
+    ],
+    tokens: Annotated[list[int], typer.Option(min=1, help="Prompt lengths of `modes`; may be repeated.")] = [  # noqa: B006
+        256,
+        1024,
+        4000,
+    ],
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each kind, taken in turns.")] = 10,
+    json_output: JsonOption = False,
+) -> None:
+    """The KV wire: what is left of a transfer after prefill, bytes a second by transport, what integrity costs."""
+    from bench.transfer import FRAME_SIZES, bench_integrity, bench_transports
+    from bench.transfer_peer import TRANSPORTS
+    from deploy.transfer_bench import bench_integrity_ttft, bench_modes
+
+    if unknown := set(part) - set(TRANSFER_PARTS):
+        raise InvalidArgument("part", f"has {unknown.pop()!r}: must be one of {', '.join(TRANSFER_PARTS)}")
+    tables: list[list[Any]] = []
+    if "modes" in part:
+        tables.append(bench_modes(tokens, rounds))
+    if "transports" in part:
+        tables.append(bench_transports(TRANSPORTS, FRAME_SIZES, rounds))
+    if "integrity" in part:
+        tables.append(bench_integrity(["ipc"], 1 << 20, rounds))
+        tables.append(bench_integrity_ttft(256, rounds))
+    if json_output:
+        _print([row for rows in tables for row in rows], json_output)
+    else:
+        for rows in tables:
+            _print(rows, json_output)
 
 
 def _print(rows: list[Any], json_output: bool) -> None:

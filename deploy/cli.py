@@ -27,7 +27,7 @@ from deploy import bench_cli, drill_cli
 from deploy.runtime import RuntimeDirectory
 from pdserve import logs
 from pdserve.client import Client, Result
-from pdserve.config import Config, load_config
+from pdserve.config import TRANSFER_MODES, Config, load_config
 from pdserve.errors import ConfigError, DeadlineExceeded, InvalidArgument, PdserveError, Unavailable
 from pdserve.rpc.inference_pb2 import ServerInfo
 
@@ -67,6 +67,7 @@ def up(
     routers: Annotated[int | None, typer.Option(help="Routers, at successive ports.")] = None,
     model: Annotated[str | None, typer.Option(help="A Hugging Face directory. Default: the embedded model.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of each worker.")] = None,
+    transfer: Annotated[str | None, typer.Option(help=f"When KV is sent: {', '.join(TRANSFER_MODES)}.")] = None,
     port: Annotated[int | None, typer.Option(help="The router's gRPC port; 0: any free one.")] = None,
     config: ConfigOption = None,
     runtime_dir: RuntimeOption = "",
@@ -78,6 +79,7 @@ def up(
         "cluster": {"prefill": prefill, "decode": decode, "routers": routers, "runtime_dir": runtime_dir or None},
         "engine": {"threads": threads},
         "model": {"path": model},
+        "transfer": {"mode": transfer},
         "router": {"grpc_port": port},
     }
     settings = _config(config, flags)

@@ -86,7 +86,8 @@ class Worker:
         self._draining = False
         self._sessions = WorkerSessions(spec.router_addresses, self.info, self, self._current_load)
         max_queued = config.engine.max_queued
-        self._prefill = PrefillService(self._engine, self._link, self._sessions, self._trace, max_queued)
+        mode = config.transfer.mode
+        self._prefill = PrefillService(self._engine, self._link, self._sessions, self._trace, max_queued, mode)
         ladder = Ladder(LadderLimits.from_config(config.transfer))
         self._decode = DecodeService(self._engine, self._link, self._sessions, ladder, SystemClock(), max_queued)
         self._stopping = threading.Event()

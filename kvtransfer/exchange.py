@@ -73,7 +73,7 @@ class Exchange:
         self._trace = trace
         self._log = log
         self._stats = stats
-        self._port = FramePort(transport, stats)
+        self._port = FramePort(transport, stats, config.integrity)
         self._outgoing: dict[bytes, OutgoingTransfer] = {}
         self._incoming: dict[bytes, IncomingTransfer] = {}
         self._lingering: dict[bytes, tuple[IncomingTransfer, float]] = {}  # ended; they answer probes until then
@@ -100,7 +100,7 @@ class Exchange:
         timing = Timing.from_config(self._config, ticket.ttl_ms)
         peer = self._transport.connect(ticket.endpoint)
         self._outgoing[offer.transfer] = OutgoingTransfer(
-            offer, timing, peer, reader, on_end, self._port, self._stats, self._trace, now
+            offer, timing, self._config.integrity, peer, reader, on_end, self._port, self._stats, self._trace, now
         )
         self._connections.setdefault(peer, _Connection(users=0, idle_since=now)).users += 1
 
@@ -168,7 +168,7 @@ class Exchange:
 
     def _on_message(self, peer: Peer, parts: Sequence[Part]) -> None:
         try:
-            received = decode(parts)
+            received = decode(parts, checked=self._config.integrity)
         except BadPayload as damage:
             self._stats.checksum_failures += 1
             self._on_bad_payload(peer, damage.frame)

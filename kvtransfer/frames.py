@@ -52,6 +52,7 @@ TRANSFER_ID_BYTES: Final = 16
 HASH_BYTES: Final = 8  # of one entry of COMMIT's list
 MAX_HEADER_BYTES: Final = 128 * 1024
 MAX_PAYLOAD_BYTES: Final = 64 * 1024 * 1024
+MAX_DECODE_BYTES: Final = 16 * 1024 * 1024  # of memory, however a hostile header nests and whatever it declares
 MAX_MODEL_BYTES: Final = 256
 MAX_ABORT_BYTES: Final = 1024
 Part = bytes | memoryview
@@ -193,8 +194,8 @@ _TYPES: Final = {code: (frame_type, schema) for frame_type, (code, schema) in _S
 _CHECKSUM = fields.uint(64)
 
 
-def encode(frame: Frame, payload: Part | None = None) -> list[Part]:
-    """The parts of a message. The payload is passed on as a view, not copied.
+def encode(frame: Frame, payload: Part | None = None, *, checked: bool = True) -> list[Part]:
+    """The parts of a message. The payload is passed on as a view, not copied; it has no checksum (0) unless `checked`.
 
     Raises FrameError for whatever `decode` would refuse, so a bug of ours stops here.
     """
@@ -212,15 +213,15 @@ def encode(frame: Frame, payload: Part | None = None) -> list[Part]:
         return [_seal(header)]
     body = memoryview(b"" if payload is None else payload).cast("B")
     _check_payload_bytes(frame, body)
-    header["checksum"] = xxh3_64_intdigest(body)
+    header["checksum"] = xxh3_64_intdigest(body) if checked else 0
     return [_seal(header), body]
 
 
-def decode(parts: Sequence[Part]) -> Received:
-    """Read a message.
+def decode(parts: Sequence[Part], *, checked: bool = True) -> Received:
+    """Read a message. Whether the payload is what was sent is not looked at unless `checked`.
 
     Raises BadPayload where only the payload's checksum is wrong and FrameError for everything else that is not
-    exactly a frame. Allocates no more than the header's own size.
+    exactly a frame. Copies no payload and allocates at most MAX_DECODE_BYTES.
     """
     if not 1 <= len(parts) <= 2:
         raise FrameError(f"{len(parts)} parts instead of one or two")
@@ -238,9 +239,18 @@ def decode(parts: Sequence[Part]) -> Received:
         return Received(frame, _NO_PAYLOAD)
     payload = memoryview(parts[1]).cast("B")
     _check_payload_bytes(frame, payload)
-    if xxh3_64_intdigest(payload) != checksum:
+    if checked and xxh3_64_intdigest(payload) != checksum:
         raise BadPayload(frame)
     return Received(frame, payload)
+
+
+def type_of(parts: Sequence[Part]) -> type[Any] | None:
+    """The frame type that a message's header names; None where it is no frame's. For those who only look on: neither
+    the rest of the header nor the payload is checked."""
+    try:
+        return _frame_type(_open_header(parts[0]))[0] if parts else None
+    except FrameError:
+        return None
 
 
 def _seal(header: dict[str, Any]) -> bytes:
@@ -266,7 +276,7 @@ def _open_header(part: Part) -> dict[str, Any]:
             strict_map_key=True,
             object_pairs_hook=_Pairs,
             max_map_len=32,
-            max_array_len=MAX_HEADER_BYTES // 16,
+            max_array_len=fields.MAX_RANGES,  # a list's place is made before its items are read
             max_str_len=MAX_ABORT_BYTES,
             max_bin_len=MAX_MODEL_BYTES,
             max_ext_len=0,

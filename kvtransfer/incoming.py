@@ -20,7 +20,7 @@ from kvtransfer.actions import (
     Write,
 )
 from kvtransfer.frames import Commit, Layer, Received
-from kvtransfer.integrity import BlockHashes
+from kvtransfer.integrity import Hashes, hashes_of
 from kvtransfer.layout import KVWriter
 from kvtransfer.port import FramePort
 from kvtransfer.receiver import Expectation, Receiver
@@ -59,7 +59,8 @@ class IncomingTransfer:
         self._name = expected.transfer.hex()
         self._peer: Peer | None = None  # the ticket's holder, once it was heard
         self._writer: KVWriter | None = None
-        self._hashes: BlockHashes | None = None
+        self._integrity = config.integrity
+        self._hashes: Hashes | None = None
         self._on_need_blocks = on_need_blocks
         self._on_sender_lost = on_sender_lost
         self._on_end = on_end
@@ -135,7 +136,7 @@ class IncomingTransfer:
                 case NeedBlocks():
                     self._trace.record("transfer_open", transfer=self._name, side="receiver")
                     assert self._receiver.offer is not None
-                    self._hashes = BlockHashes(self._receiver.offer)
+                    self._hashes = hashes_of(self._receiver.offer, self._integrity)
                     self._on_need_blocks()
                 case Verify():
                     self._trace.record("transfer_commit", transfer=self._name, side="receiver")

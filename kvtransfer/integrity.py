@@ -102,6 +102,39 @@ class BlockHashes:
         return xxh3_64_intdigest(self._key + _PLACE.pack(layer, start, stop))
 
 
+class NoHashes:
+    """In the place of BlockHashes where integrity is off, to measure what it costs: knows nothing, doubts nothing."""
+
+    def __init__(self, offer: Open) -> None:
+        self._list = bytes(list_bytes(offer))
+
+    def present(self, layer: int, start: int, stop: int) -> None:
+        pass
+
+    def forget(self, layer: int, start: int, stop: int) -> None:
+        pass
+
+    def absorb(self, layer: int, start: int, stop: int, payload: memoryview) -> None:
+        pass
+
+    def unhashed(self, layer: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        return iter(())
+
+    def packed(self) -> bytes:
+        return self._list
+
+    def mismatches(self, packed: memoryview) -> list[tuple[int, int]]:
+        return []
+
+
+Hashes = BlockHashes | NoHashes
+
+
+def hashes_of(offer: Open, integrity: bool) -> Hashes:
+    """What one side of a transfer keeps. Both sides must be of the same mind."""
+    return BlockHashes(offer) if integrity else NoHashes(offer)
+
+
 def block_count(offer: Open) -> int:
     """How many blocks the offered tokens touch."""
     if offer.token_start >= offer.token_stop:

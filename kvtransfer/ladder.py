@@ -10,6 +10,7 @@ A rung is skipped once the transfer has used up its budget there, or while it co
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -34,27 +35,45 @@ class LadderLimits:
         return LadderLimits(config.max_renewals, config.renewal_failures, config.renewal_cooldown_ms / 1000)
 
 
+class Cooldown:
+    """Keeps from a way that fails: after `max_failures` failures in a row it is closed for `cooldown_s`."""
+
+    def __init__(self, max_failures: int, cooldown_s: float) -> None:
+        self._max_failures = max_failures
+        self._cooldown_s = cooldown_s
+        self._failures = 0
+        self._cools_until = -math.inf
+
+    def is_open(self, now: float) -> bool:
+        return now >= self._cools_until
+
+    def failed(self, now: float) -> None:
+        self._failures += 1
+        if self._failures >= self._max_failures:
+            self._failures = 0
+            self._cools_until = now + self._cooldown_s
+
+    def succeeded(self) -> None:
+        self._failures = 0
+
+
 class Ladder:
     """A worker's: what all its transfers have learned."""
 
     def __init__(self, limits: LadderLimits) -> None:
-        self._limits = limits
-        self._failures = 0
-        self._cools_until = 0.0
+        self._budget = limits.budget
+        self._renewing = Cooldown(limits.max_failures, limits.cooldown_s)
 
     def next_rung(self, taken: int, now: float) -> Rung:
         """The rung for a transfer that has taken ANOTHER_SENDER `taken` times so far."""
-        if taken >= self._limits.budget or now < self._cools_until:
+        if taken >= self._budget or not self._renewing.is_open(now):
             return Rung.LOCAL
         return Rung.ANOTHER_SENDER
 
     def failed(self, now: float) -> None:
         """A transfer's new sender was lost too, or there was none."""
-        self._failures += 1
-        if self._failures >= self._limits.max_failures:
-            self._failures = 0
-            self._cools_until = now + self._limits.cooldown_s
+        self._renewing.failed(now)
 
     def succeeded(self) -> None:
         """A transfer's new sender delivered."""
-        self._failures = 0
+        self._renewing.succeeded()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from kvtransfer.actions import Failed, Finished, Send, SendCommit, SenderAction, SendLayer
 from kvtransfer.frames import Commit, Frame, Open
-from kvtransfer.integrity import BlockHashes
+from kvtransfer.integrity import Hashes, hashes_of
 from kvtransfer.layout import KVReader
 from kvtransfer.port import FramePort
 from kvtransfer.sender import Sender
@@ -30,6 +30,7 @@ class OutgoingTransfer:
         self,
         offer: Open,
         timing: Timing,
+        integrity: bool,
         peer: Peer,
         reader: KVReader,
         on_end: OnSent,
@@ -43,7 +44,7 @@ class OutgoingTransfer:
         self._offer = offer
         self._name = offer.transfer.hex()
         self._reader: KVReader | None = reader
-        self._hashes: BlockHashes | None = BlockHashes(offer)
+        self._hashes: Hashes | None = hashes_of(offer, integrity)
         self._opened = False
         self._on_end = on_end
         self._port = port

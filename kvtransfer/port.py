@@ -10,12 +10,13 @@ from kvtransfer.transports.base import Peer, Transport
 class FramePort:
     """Used by the link's thread only."""
 
-    def __init__(self, transport: Transport, stats: LinkStats) -> None:
+    def __init__(self, transport: Transport, stats: LinkStats, checked: bool) -> None:
         self._transport = transport
+        self._checked = checked
         self._stats = stats
 
     def send(self, peer: Peer, frame: Frame, payload: Part | None = None) -> None:
-        parts = encode(frame, payload)
+        parts = encode(frame, payload, checked=self._checked)
         self._transport.send(peer, parts)
         self._stats.frames_sent += 1
         self._stats.bytes_sent += sum(len(part) for part in parts[1:])

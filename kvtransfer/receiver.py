@@ -61,6 +61,7 @@ from pdserve.types import SampledToken
 
 MAX_REPAIR_ROUNDS = 8  # of COMMITs whose list does not match what is stored
 MAX_BAD_PAYLOADS = 16  # with no good LAYER between them
+MAX_FRUITLESS_ROUNDS = 16  # of COMMITs with something missing and nothing new since the one before
 
 
 class ReceiverState(StrEnum):
@@ -114,6 +115,7 @@ class Receiver:
         self._tokens: tuple[SampledToken, ...] = ()
         self._repair_rounds = 0
         self._bad_payloads = 0
+        self._fruitless_rounds = 0
         self._error: PdserveError | None = None
 
     @property
@@ -168,6 +170,7 @@ class Receiver:
         self.state = ReceiverState.EXPECTED
         self._heard_at = now
         self._bad_payloads = 0
+        self._fruitless_rounds = 0
         return []
 
     def take_over(self, now: float) -> list[ReceiverAction]:
@@ -187,6 +190,7 @@ class Receiver:
         if self.state is not ReceiverState.RECEIVING:
             return []
         self._covered[frame.layer].add(frame.token_start, frame.token_stop)
+        self._fruitless_rounds = 0
         return self._consume(frame.spent)
 
     def verified(self, mismatches: Sequence[tuple[int, int]], now: float) -> list[ReceiverAction]:
@@ -287,6 +291,9 @@ class Receiver:
         if frame.payload_bytes != list_bytes(self.offer):
             raise ProtocolError(f"a list of {frame.payload_bytes} bytes instead of {list_bytes(self.offer)}")
         if any(self._missing(layer) for layer in range(len(self._covered))):
+            self._fruitless_rounds += 1
+            if self._fruitless_rounds > MAX_FRUITLESS_ROUNDS:
+                raise TransferError(f"{MAX_FRUITLESS_ROUNDS} times what was missing was asked for, and did not come")
             return [self._nack_missing()]
         self._tokens = frame.tokens
         return [Verify()]

@@ -16,6 +16,7 @@ from pdserve.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16")
 KERNELS = ("auto", "cpu", "reference")
+TRANSFER_MODES = ("layerwise", "chunkwise", "whole")
 CPU_PATHS = ("auto", "amx", "avx512", "avx2", "portable")
 
 
@@ -47,6 +48,8 @@ class EngineConfig:
 class TransferConfig:
     """The KV wire."""
 
+    mode: str = "layerwise"  # when computed KV is sent: while the next layer is computed, or later (to compare)
+    integrity: bool = True  # off only to measure what it costs, and then in all workers
     window_bytes: int = 32 * 1024 * 1024
     max_frame_bytes: int = 1024 * 1024
     ticket_ttl_ms: int = 5_000
@@ -126,6 +129,7 @@ class Config:
             ("model.dtype", self.model.dtype, DTYPES),
             ("model.kernels", self.model.kernels, KERNELS),
             ("model.cpu_path", self.model.cpu_path, CPU_PATHS),
+            ("transfer.mode", self.transfer.mode, TRANSFER_MODES),
             ("logging.level", self.logging.level, ("debug", "info", "warning", "error")),
         ):
             if value not in allowed:

@@ -4,7 +4,7 @@ One `Export` a prompt joins the engine and the wire:
 
     prompt queued           -> the ticket is kept alive
     engine leases blocks    -> the transfer is opened (OPEN)
-    a layer of a chunk done -> that range may be sent, while the next layer is computed
+    a layer of a chunk done -> that range may be sent, while the next layer is computed (other modes: release.py)
     first token sampled     -> COMMIT carries it
     transfer ended (ACK)    -> the blocks are unpinned, the engine returns the lease, the router is told
 
@@ -25,6 +25,7 @@ from pdserve import logs
 from pdserve.errors import Cancelled, PdserveError, ResourceExhausted, TransferError
 from pdserve.tracing import Trace
 from pdserve.types import Finish, Owner, SampledToken, SamplingParams, Ticket
+from prefill_worker.release import Release
 
 _log = logs.logger("prefill")
 
@@ -36,12 +37,14 @@ class Reports(Protocol):
 class PrefillService:
     """Commands come from the session thread; the rest runs on the engine's and the link's threads."""
 
-    def __init__(self, engine: Engine, link: Link, reports: Reports, trace: Trace, max_queued: int) -> None:
+    def __init__(self, engine: Engine, link: Link, reports: Reports, trace: Trace, max_queued: int, mode: str) -> None:
+        """`mode`: when computed KV is sent, one of pdserve.config.TRANSFER_MODES."""
         self._engine = engine
         self._link = link
         self._reports = reports
         self._trace = trace
         self._max_queued = max_queued
+        self._mode = mode
         self._exports: dict[Owner, Export] = {}
 
     def start(
@@ -61,7 +64,7 @@ class PrefillService:
             again = TransferError(f"an earlier epoch of {owner} has not ended at this worker")
             self._reports.terminal(owner, again)
             return
-        export = Export(self, owner, ticket)
+        export = Export(self, owner, ticket, self._mode)
         sequence = Sequence(owner, prompt_ids, output_ids, params, export, stops_after_prefill=True, exports_kv=True)
         self._exports[owner] = export
         try:
@@ -85,7 +88,7 @@ class PrefillService:
 class Export:
     """One prompt's way from the engine to the wire: the sequence's sink and the transfer's end."""
 
-    def __init__(self, service: PrefillService, owner: Owner, ticket: Ticket) -> None:
+    def __init__(self, service: PrefillService, owner: Owner, ticket: Ticket, mode: str) -> None:
         self._service = service
         self._engine = service._engine
         self._link = service._link
@@ -93,6 +96,7 @@ class Export:
         self._owner = owner
         self._ticket = ticket
         self._transfer = ticket.transfer_id.hex()
+        self._release = Release(mode, self._engine.store.shape.layer_count, self._give)
         self._transfer_error: PdserveError | None = None
         self._kv: SequenceKV | None = None
 
@@ -116,10 +120,11 @@ class Export:
 
     def on_layer(self, sequence: Sequence, layer: int, start: int, stop: int) -> None:
         self._trace.record("layer_computed", transfer=self._transfer, layer=layer, start=start, stop=stop)
-        self._link.layer_ready(self._ticket.transfer_id, layer, start, stop)
+        self._release.computed(layer, start, stop)
 
     def on_tokens(self, sequence: Sequence, tokens: ListLike[SampledToken]) -> None:
         self._trace.record("prefill_computed", transfer=self._transfer, request_id=self._owner.request_id)
+        self._release.finish()
         self._link.commit(self._ticket.transfer_id, tokens)
 
     def on_abort(self, sequence: Sequence, error: PdserveError) -> None:
@@ -131,6 +136,9 @@ class Export:
             self._link.abort_sender(self._ticket.transfer_id, error)  # it may have ended while still queued
             _log.info("prefill ended early", owner=self._owner, error=error)
         self._service.ended(self._owner, error)
+
+    def _give(self, layer: int, start: int, stop: int) -> None:
+        self._link.layer_ready(self._ticket.transfer_id, layer, start, stop)
 
     # The link's thread.
 

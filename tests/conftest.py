@@ -3,10 +3,12 @@
 import pytest
 
 from support.checkpoints import write_small_checkpoint
+from support.seeds import Seeds
 
 
 def pytest_addoption(parser):
     parser.addoption("--repeat", type=int, default=1, help="run each test so many times, to find flakes")
+    parser.addoption("--seed", type=int, default=None, help="run simulations under this seed only")
 
 
 def pytest_generate_tests(metafunc):
@@ -14,6 +16,21 @@ def pytest_generate_tests(metafunc):
     if count > 1:
         metafunc.fixturenames.append("_repetition")
         metafunc.parametrize("_repetition", range(count))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    seeds = getattr(item, "funcargs", {}).get("seeds")
+    if report.failed and seeds is not None and seeds.current is not None:
+        report.sections.append(("replay", f"python -m pytest '{item.nodeid}' --seed {seeds.current}"))
+    return report
+
+
+@pytest.fixture
+def seeds(request):
+    """The seeds to simulate; a failure shows the command that replays it."""
+    return Seeds(request.config.getoption("--seed"))
 
 
 @pytest.fixture(scope="session")

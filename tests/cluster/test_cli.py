@@ -118,6 +118,11 @@ def test_a_config_with_an_unknown_key(tmp_path, runtime_dir):
     one_line_and_code_two(done, "engine.thread", "did you mean 'threads'")
 
 
+def test_an_unknown_transfer_mode(runtime_dir):
+    done = pdserve("up", "--transfer", "blockwise", "--runtime-dir", runtime_dir)
+    one_line_and_code_two(done, "transfer.mode", "layerwise, chunkwise, whole")
+
+
 def test_a_model_directory_with_a_missing_shard(tmp_path, runtime_dir, small_checkpoint):
     from support.checkpoints import write_tiny_checkpoint
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -15,49 +16,23 @@ from xxhash import xxh3_64_intdigest
 from kvtransfer import fields
 from kvtransfer.failure import abort_error, abort_frame
 from kvtransfer.frames import (
+    MAX_DECODE_BYTES,
     MAX_HEADER_BYTES,
     MAX_PAYLOAD_BYTES,
     Abort,
     Ack,
     BadPayload,
     Commit,
-    Credit,
     Frame,
     FrameError,
-    Gone,
-    Layer,
     Nack,
-    Open,
-    Ping,
     decode,
     encode,
 )
 from kvtransfer.layout import KVLayout
 from pdserve.errors import Cancelled, DataLoss, FailedPrecondition, InternalError, ProtocolError, TransferError
 from pdserve.types import SampledToken
-
-ID = bytes(range(16))
-LAYOUT = KVLayout(30, 3, 64, "bfloat16")
-OPEN = Open(ID, 1, LAYOUT, b"weights", b"h" * 16, 32, 100, 32, 1 << 20)
-LAYER = Layer(ID, 1, 29, 32, 40, spent=999, payload_bytes=16)
-COMMIT = Commit(ID, 1, (SampledToken(7, -0.5, ((7, -0.5), (8, -2.0))), SampledToken(9)), payload_bytes=24)
-PAYLOAD = bytes(range(16))
-LIST = bytes(range(24))
-
-CASES: list[tuple[Frame, bytes | None]] = [
-    (OPEN, None),
-    (replace(OPEN, token_start=100), None),
-    (LAYER, PAYLOAD),
-    (COMMIT, LIST),
-    (Commit(ID, 1, (), 0), b""),
-    (Ack(ID, 0), None),
-    (Nack(ID, 2**32 - 1, ((0, 0, 1), (29, 5, 2**32 - 1))), None),
-    (Nack(ID, 1, ()), None),
-    (Credit(ID, 1, 2**64 - 1), None),
-    (Abort(ID, 1, "CANCELLED", "the client went away: äöü"), None),
-    (Ping(ID, 1, reply=False, spent=5), None),
-    (Gone(ID, 1), None),
-]
+from support.kv_frames import COMMIT, FRAMES, ID, LAYER, LIST, OPEN, PAYLOAD
 
 
 def seal(header: Any) -> bytes:
@@ -74,7 +49,7 @@ def open_header(**changes: Any) -> list[bytes]:
     return [seal(header_of(OPEN) | changes)]
 
 
-@pytest.mark.parametrize(("frame", "payload"), CASES, ids=lambda case: type(case).__name__)
+@pytest.mark.parametrize(("frame", "payload"), FRAMES, ids=lambda case: type(case).__name__)
 def test_frame_comes_back_as_it_was_sent(frame: Frame, payload: bytes | None) -> None:
     received = decode(encode(frame, payload))
     assert received.frame == frame
@@ -142,7 +117,7 @@ def test_field_that_is_not_as_stated_is_refused(changes: dict[str, Any]) -> None
         decode(open_header(**changes))
 
 
-@pytest.mark.parametrize(("frame", "payload"), CASES, ids=lambda case: type(case).__name__)
+@pytest.mark.parametrize(("frame", "payload"), FRAMES, ids=lambda case: type(case).__name__)
 def test_every_field_is_required(frame: Frame, payload: bytes | None) -> None:
     parts = encode(frame, payload)
     header = header_of(frame, payload)
@@ -291,12 +266,63 @@ def test_decode_of_any_bytes_raises_only_frame_errors(parts: list[bytes]) -> Non
             decode(message)
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xdb\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+        b"\xc9\xff\xff\xff\xff\x01",
+        b"\xdc\x20\x00" * 40_000,
+        b"\xdc\x04\x00" * 40_000,
+        b"\xde\x00\x1f\xa1a" * 20_000,
+        b"\x91" * 100_000,
+    ],
+    ids=["list", "map", "text", "bytes", "extension", "long lists", "nested lists", "nested maps", "deep"],
+)
+def test_header_that_declares_more_than_it_holds_allocates_no_more_than_the_limit(body: bytes) -> None:
+    message = [seal(body)]
+    tracemalloc.start()
+    try:
+        with pytest.raises(FrameError):
+            decode(message)
+        assert tracemalloc.get_traced_memory()[1] < MAX_DECODE_BYTES
+    finally:
+        tracemalloc.stop()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 255), min_size=1, max_size=4), st.integers(1, 30_000))
+def test_repeated_bytes_of_any_kind_stay_below_the_limit(pattern: list[int], times: int) -> None:
+    message = [seal(bytes(pattern) * times)]
+    tracemalloc.start()
+    try:
+        with pytest.raises(FrameError):
+            decode(message)
+        assert tracemalloc.get_traced_memory()[1] < MAX_DECODE_BYTES
+    finally:
+        tracemalloc.stop()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(FRAMES), st.data())
+def test_damaged_message_leaves_its_bytes_untouched(case: tuple[Frame, bytes | None], data: st.DataObject) -> None:
+    parts = [bytearray(part) for part in encode(*case)]
+    part = data.draw(st.sampled_from([part for part in parts if part]))
+    part[data.draw(st.integers(0, len(part) - 1))] ^= data.draw(st.integers(1, 255))
+    before = [bytes(part) for part in parts]
+    with pytest.raises(FrameError):
+        decode([memoryview(part) for part in parts])
+    assert [bytes(part) for part in parts] == before
+
+
 _SCALARS = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary()
 _VALUES = st.recursive(_SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8)
 
 
 @settings(max_examples=400, deadline=None)
-@given(st.sampled_from(CASES), st.data())
+@given(st.sampled_from(FRAMES), st.data())
 def test_decode_of_a_changed_header_raises_only_frame_errors(
     case: tuple[Frame, bytes | None], data: st.DataObject
 ) -> None:

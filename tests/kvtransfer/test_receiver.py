@@ -10,7 +10,14 @@ import pytest
 from kvtransfer.actions import Delivered, Failed, NeedBlocks, ReceiverAction, Send, SenderLost, TakenOver, Verify, Write
 from kvtransfer.frames import Abort, Ack, Commit, Credit, Frame, Gone, Have, Layer, Nack, Open, Ping
 from kvtransfer.layout import KVLayout
-from kvtransfer.receiver import MAX_BAD_PAYLOADS, MAX_REPAIR_ROUNDS, Expectation, Receiver, ReceiverState
+from kvtransfer.receiver import (
+    MAX_BAD_PAYLOADS,
+    MAX_FRUITLESS_ROUNDS,
+    MAX_REPAIR_ROUNDS,
+    Expectation,
+    Receiver,
+    ReceiverState,
+)
 from kvtransfer.timing import Timing
 from pdserve.config import TransferConfig
 from pdserve.errors import (
@@ -308,6 +315,18 @@ def test_nothing_but_damage_gives_up() -> None:
     for _ in range(MAX_BAD_PAYLOADS):
         assert not any(isinstance(action, Failed) for action in made.bad_payload(bad, 0.0))
     assert isinstance(loss(made.bad_payload(bad, 0.0)), TransferError)
+
+
+def test_resending_that_brings_nothing_gives_up_and_progress_counts_anew() -> None:
+    made = receiving()
+    for round_ in range(2):
+        for _ in range(MAX_FRUITLESS_ROUNDS):
+            (nack,) = made.on_frame(COMMIT, 0.0)
+            assert isinstance(nack, Send)
+        store(made, [ALL_LAYERS[round_]])
+    for _ in range(MAX_FRUITLESS_ROUNDS):
+        made.on_frame(COMMIT, 0.0)
+    assert isinstance(loss(made.on_frame(COMMIT, 0.0)), TransferError)
 
 
 @pytest.mark.parametrize("state", [state for state in _STATES if state is not ReceiverState.RECEIVING])

@@ -20,6 +20,7 @@ from pdserve.errors import Cancelled, InternalError, PdserveError, TransferError
 from pdserve.types import SampledToken, Ticket
 from support.kv_simulation import NetworkFaults, SimulatedWorker, Simulation
 from support.kv_store import FakeStore
+from support.seeds import Seeds
 
 LAYOUT = KVLayout(layer_count=3, kv_heads=1, head_dim=8, dtype="bfloat16")  # 32 bytes a token and layer
 CONFIG = TransferConfig(
@@ -46,6 +47,7 @@ class Run:
     ended_at: list[float] = field(default_factory=list)
     replaced: list[PdserveError | None] = field(default_factory=list)
     seed: int = 0
+    prefill_at: float = 0.0
     offer: Open = field(init=False)
 
     def on_sender_lost(self, error: PdserveError) -> None:
@@ -109,7 +111,7 @@ def start(seed: int, faults: NetworkFaults) -> Run:
     run.offer = Open(run.transfer, 1, LAYOUT, b"model", hash_tokens(token_ids), 0, TOKEN_COUNT, block_tokens, 300)
     ticket = Ticket(run.transfer, 1, run.receiver.transport.endpoint, 0, CONFIG.ticket_ttl_ms)
     run.sender.exchange.open_outgoing(run.offer, ticket, run.source, run.on_sent, queued=rng.random() < 0.5)
-    schedule_prefill(run, rng, run.sender.exchange)
+    run.prefill_at = schedule_prefill(run, rng, run.sender.exchange)
     return run
 
 
@@ -140,9 +142,10 @@ def abort(run: Run, aborter: str) -> None:
         run.receiver.exchange.abort_incoming(run.transfer, error)
 
 
-def schedule_prefill(run: Run, rng: random.Random, exchange: Exchange) -> None:
-    """Chunks of random sizes, layer by layer, then the sampled token."""
-    time_s, start = run.simulation.clock.now() + rng.choice((0.0, 8.0)), 0
+def schedule_prefill(run: Run, rng: random.Random, exchange: Exchange) -> float:
+    """Chunks of random sizes, layer by layer, then the sampled token. Returns when the first one begins."""
+    begins_at, start = run.simulation.clock.now() + rng.choice((0.0, 8.0)), 0
+    time_s = begins_at
     while start < TOKEN_COUNT:
         stop = min(TOKEN_COUNT, start + rng.choice((1, 7, 16, 31, 32, 33, 70)))
         for layer in range(LAYOUT.layer_count):
@@ -150,30 +153,29 @@ def schedule_prefill(run: Run, rng: random.Random, exchange: Exchange) -> None:
             run.simulation.call_at(time_s, partial(exchange.layer_ready, run.transfer, layer, start, stop))
         start = stop
     run.simulation.call_at(time_s, lambda: exchange.commit(run.transfer, TOKENS))
+    return begins_at
 
 
-@pytest.mark.parametrize("block", range(4))
-def test_calm_network_delivers_without_resending(block: int) -> None:
-    for seed in range(20 * block, 20 * block + 20):
+def test_calm_network_delivers_without_resending(seeds: Seeds) -> None:
+    for seed in seeds(80):
         run = start(seed, CALM)
         run.simulation.run(until_s=100.0)
         run.check()
-        assert run.delivered, f"seed {seed}: {run.received}"
+        assert run.delivered, run.received
         assert run.sender.stats.frames_resent == 0
 
 
-@pytest.mark.parametrize("block", range(8))
-def test_lost_doubled_late_and_damaged_frames_are_repaired(block: int) -> None:
-    for seed in range(20 * block, 20 * block + 20):
+def test_lost_doubled_late_and_damaged_frames_are_repaired(seeds: Seeds) -> None:
+    for seed in seeds(160):
         run = start(seed, ROUGH)
         run.simulation.run(until_s=100.0)
         run.check()
-        assert run.delivered, f"seed {seed}: {run.received} {run.sent}"
+        assert run.delivered, (run.received, run.sent)
 
 
 @pytest.mark.parametrize("victim", ["prefill", "decode"])
-def test_death_of_one_side_at_any_moment_ends_the_other_within_the_ttl(victim: str) -> None:
-    for seed in range(40):
+def test_death_of_one_side_at_any_moment_ends_the_other_within_the_ttl(victim: str, seeds: Seeds) -> None:
+    for seed in seeds(40):
         run = start(seed, ROUGH)
         dead, alive = (run.sender, run.receiver) if victim == "prefill" else (run.receiver, run.sender)
         died_at = run.simulation.rng.uniform(0.0, 3.0)
@@ -187,28 +189,29 @@ def test_death_of_one_side_at_any_moment_ends_the_other_within_the_ttl(victim: s
 
 
 @pytest.mark.parametrize("faults", [CALM, ROUGH], ids=["calm", "rough"])
-def test_another_sender_takes_over_from_one_that_died_at_any_moment(faults: NetworkFaults) -> None:
+def test_another_sender_takes_over_from_one_that_died_at_any_moment(faults: NetworkFaults, seeds: Seeds) -> None:
     replaced = saved = 0
-    for seed in range(60):
+    for seed in seeds(60):
         run = start(seed, faults)
         replacement = run.simulation.worker("prefill-2")
         replace_sender(run, replacement)
-        run.simulation.call_at(run.simulation.rng.uniform(0.0, 1.5), run.sender.kill)
+        run.simulation.call_at(run.prefill_at + run.simulation.rng.uniform(0.0, 1.5), run.sender.kill)
         run.simulation.run(until_s=100.0)
         run.check()
-        assert run.delivered, f"seed {seed}: {run.received}"
-        assert run.replaced in ([], [None]), f"seed {seed}"
+        assert run.delivered, run.received
+        assert run.replaced in ([], [None])
         if run.replaced:
             replaced += 1
             all_bytes = LAYOUT.layer_count * LAYOUT.payload_bytes(TOKEN_COUNT)
             saved += replacement.stats.bytes_sent < all_bytes
-    assert replaced > 10
-    assert saved > 3, "what the first sender brought was never kept"
+    if seeds.all:
+        assert replaced > 10
+        assert saved > 3, "what the first sender brought was never kept"
 
 
-def test_taking_over_at_any_moment_claims_only_what_is_stored_right() -> None:
+def test_taking_over_at_any_moment_claims_only_what_is_stored_right(seeds: Seeds) -> None:
     claimed = 0
-    for seed in range(60):
+    for seed in seeds(60):
         run = start(seed, ROUGH)
         moment = run.simulation.rng.choice((0.0, 3.0, 8.0)) + run.simulation.rng.uniform(0.0, 1.5)
         run.simulation.call_at(moment, partial(run.receiver.exchange.take_over, run.transfer))
@@ -220,12 +223,12 @@ def test_taking_over_at_any_moment_claims_only_what_is_stored_right() -> None:
             assert isinstance(run.sent[0], TransferError)
         else:
             assert outcome == TOKENS
-    assert claimed > 3
+    assert claimed > 3 or not seeds.all
 
 
 @pytest.mark.parametrize("aborter", ["prefill", "decode"])
-def test_abort_at_any_moment_ends_both_sides_once(aborter: str) -> None:
-    for seed in range(40):
+def test_abort_at_any_moment_ends_both_sides_once(aborter: str, seeds: Seeds) -> None:
+    for seed in seeds(40):
         run = start(seed, ROUGH)
         run.simulation.call_at(run.simulation.rng.uniform(0.0, 3.0), partial(abort, run, aborter))
         run.simulation.run(until_s=100.0)

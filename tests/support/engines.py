@@ -101,7 +101,8 @@ class Pair:
         )
 
     def _prefill_service(self, engine: Engine) -> PrefillService:
-        return PrefillService(engine, self._link(engine), self.prefill_reports, self.trace, max_queued=64)
+        link, mode = self._link(engine), self._config.mode
+        return PrefillService(engine, link, self.prefill_reports, self.trace, max_queued=64, mode=mode)
 
     def _link(self, engine: Engine) -> Link:
         shape = engine.store.shape

@@ -92,7 +92,8 @@ class Outcome:
 
 
 class Expecting:
-    """The receiving engine of one transfer. Leases at once unless `lease` is False; then call `lease_now`."""
+    """The receiving engine of one transfer. Leases blocks when they are needed, or `lease_after_s` later; not at all
+    where `lease` is False: then call `lease_now`."""
 
     def __init__(
         self,
@@ -103,6 +104,7 @@ class Expecting:
         cached_tokens: int = 0,
         token_stop: int | None = None,
         lease: bool = True,
+        lease_after_s: float = 0.0,
     ) -> None:
         self.store = FakeStore(LAYOUT, max(len(token_ids), 1))
         self.writer: KVWriter = writer or self.store
@@ -110,6 +112,7 @@ class Expecting:
         self.ended = Outcome()
         self._link = link
         self._lease = lease
+        self._lease_after_s = lease_after_s
         self._issued = threading.Event()
         self.ticket: Ticket = link.expect(
             OWNER, token_ids, self._on_need_blocks, self.ended, cached_tokens=cached_tokens, token_stop=token_stop
@@ -121,7 +124,9 @@ class Expecting:
 
     def _on_need_blocks(self) -> None:
         assert self._issued.wait(WAIT_S)
-        if self._lease:
+        if self._lease_after_s:
+            threading.Timer(self._lease_after_s, self.lease_now).start()
+        elif self._lease:
             self.lease_now()
         self.needed.set()
 

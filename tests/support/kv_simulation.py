@@ -1,4 +1,4 @@
-"""Two workers' exchanges on one virtual clock, over a network whose faults come from a seed.
+"""Workers' exchanges on one virtual clock, over a network whose faults come from a seed.
 
 One thread, no sockets: a failing seed replays exactly.
 """
@@ -6,15 +6,18 @@ One thread, no sockets: a failing seed replays exactly.
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvtransfer.exchange import Exchange
 from kvtransfer.frames import Credit, FrameError, Layer, decode
 from kvtransfer.stats import LinkStats
 from kvtransfer.transports.base import Event, Message, Part, Peer
+from kvtransfer.transports.faulty import Fault, FaultRule, FaultyTransport
 from pdserve.clock import ManualClock
 from pdserve.config import TransferConfig
 from pdserve.logs import logger
@@ -30,6 +33,11 @@ class NetworkFaults:
     corrupt: float = 0.0
     min_delay_s: float = 0.001
     max_delay_s: float = 0.001
+
+    def rules(self) -> list[FaultRule]:
+        """What is not delay."""
+        rates = ((Fault.DROP, self.drop), (Fault.DUPLICATE, self.double), (Fault.CORRUPT, self.corrupt))
+        return [FaultRule(fault, rate=rate) for fault, rate in rates if rate]
 
 
 class SimulatedNetwork:
@@ -65,22 +73,9 @@ class SimulatedNetwork:
 
     def carry(self, endpoint: str, message: Message) -> None:
         self._watch(message.parts)
-        copies = 2 if self.rng.random() < self.faults.double else 1
-        for _ in range(copies):
-            if self.rng.random() < self.faults.drop:
-                continue
-            arrival = self.clock.now() + self.rng.uniform(self.faults.min_delay_s, self.faults.max_delay_s)
-            self._count += 1
-            heapq.heappush(self._flying, (arrival, self._count, endpoint, self._damaged(message)))
-
-    def _damaged(self, message: Message) -> Message:
-        if self.rng.random() >= self.faults.corrupt:
-            return message
-        parts = [bytearray(part) for part in message.parts]
-        part = parts[self.rng.randrange(len(parts))]
-        if part:
-            part[self.rng.randrange(len(part))] ^= 1 << self.rng.randrange(8)
-        return Message(message.peer, [bytes(part) for part in parts])
+        arrival = self.clock.now() + self.rng.uniform(self.faults.min_delay_s, self.faults.max_delay_s)
+        self._count += 1
+        heapq.heappush(self._flying, (arrival, self._count, endpoint, message))
 
     def _watch(self, parts: Sequence[Part]) -> None:
         try:
@@ -129,11 +124,31 @@ class SimulatedTransport:
         self._network.remove(self.endpoint)
 
 
+class Simulated(Protocol):
+    """What a simulation runs: a worker, dead or alive."""
+
+    alive: bool
+
+    def turn(self) -> None:
+        """Do what there is to do now."""
+        ...
+
+    def next_time(self) -> float | None:
+        """When the next turn is due at the latest, but for what the network brings."""
+        ...
+
+
+def earliest(*times: float | None) -> float | None:
+    """The first of those moments that ever come."""
+    return min((time for time in times if time is not None and time != math.inf), default=None)
+
+
 class SimulatedWorker:
     """An exchange with its own transport and counts."""
 
     def __init__(self, network: SimulatedNetwork, name: str, config: TransferConfig) -> None:
-        self.transport = network.transport(name)
+        seed = network.rng.getrandbits(32)
+        self.transport = FaultyTransport(network.transport(name), network.faults.rules(), seed, network.clock)
         self.stats = LinkStats()
         self.alive = True
         self.exchange = Exchange(
@@ -145,6 +160,9 @@ class SimulatedWorker:
             for event in self.transport.receive(0.0):
                 self.exchange.on_event(event)
             self.exchange.tick()
+
+    def next_time(self) -> float | None:
+        return earliest(self.exchange.next_deadline(), self.transport.next_due())
 
     def kill(self) -> None:
         """As SIGKILL: no callback, no farewell."""
@@ -160,13 +178,17 @@ class Simulation:
         self.rng = random.Random(seed)
         self.config = config
         self.network = SimulatedNetwork(self.clock, self.rng, faults)
-        self.workers: list[SimulatedWorker] = []
+        self._workers: list[Simulated] = []
         self._calls: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
 
     def worker(self, name: str) -> SimulatedWorker:
-        self.workers.append(SimulatedWorker(self.network, name, self.config))
-        return self.workers[-1]
+        worker = SimulatedWorker(self.network, name, self.config)
+        self.add(worker)
+        return worker
+
+    def add(self, worker: Simulated) -> None:
+        self._workers.append(worker)
 
     def call_at(self, time_s: float, call: Callable[[], None]) -> None:
         self._count += 1
@@ -177,7 +199,7 @@ class Simulation:
 
     def run(self, until_s: float) -> None:
         while True:
-            for worker in self.workers:
+            for worker in self._workers:
                 worker.turn()
             upcoming = self._next_time()
             if upcoming is None or upcoming > until_s:
@@ -188,6 +210,5 @@ class Simulation:
                 heapq.heappop(self._calls)[2]()
 
     def _next_time(self) -> float | None:
-        times = [worker.exchange.next_deadline() for worker in self.workers if worker.alive]
-        times += [self.network.next_delivery(), self._calls[0][0] if self._calls else None]
-        return min((time for time in times if time is not None and time != float("inf")), default=None)
+        times = [worker.next_time() for worker in self._workers if worker.alive]
+        return earliest(*times, self.network.next_delivery(), self._calls[0][0] if self._calls else None)
