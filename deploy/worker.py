@@ -20,12 +20,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from decode_worker.service import DecodeService
+from deploy import faulty_wire
 from deploy.spec import WorkerSpec
 from engine.build import build_engine
 from engine.engine import SWITCH_INTERVAL_S
 from kvtransfer.ladder import Ladder, LadderLimits
 from kvtransfer.layout import KVLayout
 from kvtransfer.link import Link
+from kvtransfer.transports.base import Transport
 from kvtransfer.transports.zmq import ZmqTransport, ipc_endpoint
 from pdserve import logs
 from pdserve.clock import SystemClock
@@ -58,7 +60,9 @@ class Worker:
         self._engine.add_after_step(self._after_step)
         incarnation = f"{spec.worker_id}-{secrets.token_hex(6)}"
         endpoint = ipc_endpoint(Path(spec.kv_socket_directory), incarnation)
-        transport = ZmqTransport(endpoint, incarnation.encode())
+        transport: Transport = ZmqTransport(endpoint, incarnation.encode())
+        if faults_file := os.environ.get(faulty_wire.VARIABLE):  # only a build under test is started with it
+            transport = faulty_wire.SwitchedFaults(transport, Path(faults_file), SystemClock())
         shape = self._engine.store.shape
         layout = KVLayout(shape.layer_count, shape.kv_heads, shape.head_dim, built.dtype)
         self._link = Link(

@@ -59,6 +59,7 @@ class Arena:
         """`processes`: all of a cluster's on this host, Ray's among them."""
         self.addresses = tuple(addresses)
         self.logs = logs
+        self.faults_file: Path | None = None  # what is written into it strikes the workers' KV wire
         self._traces = traces
         self._processes = processes
         self._clients = [Client(address) for address in self.addresses]

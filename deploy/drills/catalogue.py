@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from deploy.drills import control, storms, workers
+from deploy.drills import control, storms, wire, workers
 from deploy.drills.arena import Arena
 from deploy.drills.stage import Stage
 from deploy.drills.verdict import Rules
@@ -17,17 +17,22 @@ _AIMED = frozenset({workers.BEFORE, workers.DURING, workers.AFTER})  # found by 
 
 @dataclass(frozen=True, slots=True)
 class Drill:
-    """`changes`: settings of the cluster it needs; `environment`: of its processes; `detached`: a cluster that runs in
-    a process of its own. `needs_own`: it can only be held on a cluster of its own."""
+    """`changes`: settings of the cluster it needs; `faulty_wire`: with a KV wire on which faults can be switched on;
+    `detached`: one that runs in a process of its own. `reads_logs`: it cannot do without the routers' logs."""
 
     name: str
     about: str
     hold: Callable[[Stage], None]
     rules: Rules
     changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)
+    faulty_wire: bool = False
     detached: bool = False
-    needs_own: bool = False
+    reads_logs: bool = False
+
+    @property
+    def needs_own(self) -> bool:
+        """Whether it can only be held on a cluster that is made for it."""
+        return bool(self.changes or self.faulty_wire or self.detached or self.reads_logs)
 
     def rules_on(self, arena: Arena) -> Rules:
         """Without traces, no phase of a transfer can be aimed at."""
@@ -108,13 +113,41 @@ DRILLS: tuple[Drill, ...] = (
         "A request that crashes whoever serves it: given up after three, then refused for a while",
         storms.poison,
         Rules(phases=storms.CRASHES),
-        needs_own=True,
+        reads_logs=True,
     ),
     Drill(
         "mixed",
         "Any fault every few seconds, for --duration seconds",
         storms.mixed,
         Rules(phases=(storms.UNDER_LOAD,)),
+    ),
+    Drill(
+        "cut-link",
+        "Cut the KV link of a sender in mid-transfer, for longer than its ticket lives",
+        wire.cut_link,
+        Rules(phases=(workers.DURING,)),
+        faulty_wire=True,
+    ),
+    Drill(
+        "slow-link",
+        "Delay half of the KV wire's frames: later ones overtake them",
+        wire.slow_link,
+        Rules(failover=False, phases=(workers.DURING,)),
+        faulty_wire=True,
+    ),
+    Drill(
+        "corrupt-frames",
+        "Flip a bit in every eighth message on the KV wire",
+        wire.corrupt_frames,
+        Rules(failover=False, phases=(workers.DURING,)),
+        faulty_wire=True,
+    ),
+    Drill(
+        "drop-frames",
+        "Lose and double messages on the KV wire, the closing ones among them",
+        wire.drop_frames,
+        Rules(failover=False, phases=(workers.DURING,)),
+        faulty_wire=True,
     ),
     Drill(
         "overload",

@@ -21,6 +21,8 @@ from deploy.drills.arena import Arena, Process
 from deploy.drills.verdict import Mark
 from pdserve.rpc.inference_pb2 import ServerInfo, WorkerStatus
 
+NOBODY = Process("-", -1)  # the victim of a fault that strikes no process
+
 _POLL_S = 0.05
 
 
@@ -129,6 +131,8 @@ class Injector:
 def _noticed(injected: Injected, infos: list[ServerInfo | None]) -> bool:
     """The victim is not in any router's list of those that serve; a router is one that answers, as the same process."""
     process = injected.process
+    if process.pid == NOBODY.pid:
+        return False
     if not process.incarnation:
         return process.pid not in {info.pid for info in infos if info is not None} and not _runs(process.pid)
     listed = {(worker.incarnation, worker.state) for info in infos if info for worker in info.workers}

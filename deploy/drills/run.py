@@ -13,8 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
+from deploy import faulty_wire
 from deploy.cluster import LocalCluster
 from deploy.drills.arena import Arena, DetachedCluster, arena_of
 from deploy.drills.catalogue import Drill
@@ -22,6 +23,7 @@ from deploy.drills.load import Recording
 from deploy.drills.stage import Progress, References, Round, Settings, Stage
 from deploy.drills.timeline import Panel, Row
 from deploy.drills.verdict import Verdict, judge, skipped
+from deploy.termination import exit_on_signals
 from pdserve.config import Config
 from pdserve.errors import PdserveError
 
@@ -39,11 +41,20 @@ class Outcome:
     picture: tuple[Panel, ...]
 
 
+class Clusters(Protocol):
+    """Where drills are held. `own`: a cluster is made for the drill, as it wants it."""
+
+    own: bool
+
+    def arena(self, drill: Drill) -> Arena: ...
+
+
 class OwnClusters:
     """Starts the clusters that drills ask for, one at a time. A context manager."""
 
     def __init__(self, config: Config, progress: Progress, environment: Mapping[str, str] | None = None) -> None:
         """`config`: what they have in common; `environment`: of all their processes, for intentional defects."""
+        self.own = True
         self._config = config
         self._progress = progress
         self._environment = environment or {}
@@ -61,7 +72,7 @@ class OwnClusters:
 
     def arena(self, drill: Drill) -> Arena:
         """Where to hold this drill. Raises PdserveError where a cluster does not start."""
-        key = repr((drill.changes, drill.environment, drill.detached))
+        key = repr((drill.changes, drill.faulty_wire, drill.detached))
         if self._arena is not None and self._serves == key and self._arena.wait_ready(_READY_TIMEOUT_S):
             return self._arena
         self._open.close()
@@ -75,11 +86,14 @@ class OwnClusters:
         directory = self._open.enter_context(tempfile.TemporaryDirectory(prefix="pdd-", dir="/tmp"))
         runtime = {"cluster": {"runtime_dir": f"{directory}/run"}}
         config = self._config.override(drill.changes, drill.name).override(runtime, drill.name)
-        self._open.enter_context(_environment({**self._environment, **drill.environment}))
+        faults_file = Path(directory) / "faults.json"
+        wire = {faulty_wire.VARIABLE: str(faults_file)} if drill.faulty_wire else {}
+        self._open.enter_context(_environment({**self._environment, **wire}))
         if drill.detached:
             arena = self._open.enter_context(DetachedCluster(config, Path(directory) / "config.toml")).arena()
         else:
-            arena = arena_of(self._open.enter_context(LocalCluster(config)))
+            arena = arena_of(self._open.enter_context(LocalCluster(config, lambda stage: exit_on_signals())))
+        arena.faults_file = faults_file if drill.faulty_wire else None
         self._open.callback(arena.close)
         return arena
 
@@ -89,6 +103,7 @@ class UsersCluster:
 
     def __init__(self, addresses: Sequence[str]) -> None:
         """Raises Unavailable where nobody answers."""
+        self.own = False
         self._arena = Arena(addresses)
 
     def __enter__(self) -> UsersCluster:
@@ -103,9 +118,7 @@ class UsersCluster:
         return self._arena
 
 
-def hold_all(
-    drills: Sequence[Drill], clusters: OwnClusters | UsersCluster, settings: Settings, progress: Progress
-) -> Iterator[Outcome]:
+def hold_all(drills: Sequence[Drill], clusters: Clusters, settings: Settings, progress: Progress) -> Iterator[Outcome]:
     """Each drill's outcome as it comes."""
     references = References()
     for drill in drills:
@@ -114,13 +127,13 @@ def hold_all(
 
 def hold(
     drill: Drill,
-    clusters: OwnClusters | UsersCluster,
+    clusters: Clusters,
     settings: Settings,
     references: References,
     progress: Progress,
 ) -> Outcome:
     """One drill. What goes wrong with it is its verdict, not an exception."""
-    if isinstance(clusters, UsersCluster) and (drill.needs_own or drill.changes or drill.detached):
+    if drill.needs_own and not clusters.own:
         return Outcome(skipped(drill.name, "it needs a cluster of its own"), ())
     arena = clusters.arena(drill)
     obstacle = drill.obstacle(arena)
