@@ -18,7 +18,7 @@ from pdserve.rpc.inference_pb2 import WorkerStatus
 CANCELLED, OVERLOADED, UNDER_LOAD = "cancelled", "overloaded", "under load"
 CRASHES = ("first crash", "second crash", "third crash")
 
-_STORM_REQUESTS = 24
+_STORM_FACTOR = 4  # times the usual number of requests
 _MOST_REQUESTS = 200  # of a round
 _CANCELLED_SHARE = 0.6
 _RESTARTS = 8
@@ -31,7 +31,7 @@ _FREEZE_S = 2.5
 def cancel_storm(stage: Stage) -> None:
     """Many requests at once, most of which are cancelled in any state; the others' answers do not change."""
     settings = stage.settings
-    asks = cancelled(background(settings.seed, _STORM_REQUESTS, settings.scale), settings.seed, _CANCELLED_SHARE)
+    asks = cancelled(background(settings.seed, _STORM_FACTOR * settings.streams, settings.scale), settings.seed, _CANCELLED_SHARE)
     round_ = stage.play(CANCELLED, asks, lambda round_: None)
     gone = [each for each in round_.run.recordings if isinstance(each.error, Cancelled)]
     if not gone:
@@ -41,7 +41,7 @@ def cancel_storm(stage: Stage) -> None:
 def overload(stage: Stage) -> None:
     """Many more requests than the routers take: the rest is refused at the door, with a hint when to come again."""
     settings = stage.settings
-    asks = background(settings.seed, _STORM_REQUESTS, settings.scale)
+    asks = background(settings.seed, _STORM_FACTOR * settings.streams, settings.scale)
     asks = [replace(ask, wish=Wish.COMPLETE_OR_REFUSED) for ask in asks]
     round_ = stage.play(OVERLOADED, asks, lambda round_: None)
     for recording in round_.run.recordings:

@@ -7,7 +7,7 @@ from deploy.drills.stage import Settings
 
 SMALL = Settings(
     streams=4,
-    scale=Scale(output_tokens=250, probe_words=1500, probe_tokens=30),
+    scale=Scale(output_tokens=160, probe_words=1500, probe_tokens=30),
     request_timeout_s=15.0,
     recover_timeout_s=60.0,
 )
