@@ -113,6 +113,7 @@ DRILLS: tuple[Drill, ...] = (
         "A request that crashes whoever serves it: given up after three, then refused for a while",
         storms.poison,
         Rules(phases=storms.CRASHES),
+        changes={"cluster": {"routers": 1}},  # which remembers whom it suspects; others do not
         reads_logs=True,
     ),
     Drill(

@@ -78,7 +78,8 @@ def _leaving(stage: Stage, phase: str, tell: Callable[[Stage, Round, WorkerStatu
         round_.run.wait()
         if any(line["decode"] == victim.incarnation for line in _placements(stage, recording)):
             stage.problems.append(f"{victim.worker_id} was leaving and got a new request")
-        stage.arena.client().drain_worker(victim.worker_id, cancel=True)
+        if phase == DRAINED:
+            stage.arena.client().drain_worker(victim.worker_id, cancel=True)
 
     def tidy(round_: Round) -> None:
         try:
@@ -119,7 +120,7 @@ def kill_control_store(stage: Stage) -> None:
         round_.run.wait()
 
     stage.play(MID_DECODE, asks, disturb)
-    stage.play(AFTERWARDS, asks, lambda round_: None)
+    stage.play(AFTERWARDS, asks[:2], lambda round_: None)
 
 
 def _resumed(recording: Recording) -> bool:

@@ -181,7 +181,8 @@ class Scale:
 
 
 def background(seed: int, count: int, scale: Scale) -> list[Ask]:
-    """Short requests of every kind: greedy, sampled, with logprobs, penalties and a stop string; several lengths."""
+    """Short requests of every kind: greedy, sampled, with logprobs, penalties, a stop string, two outputs; of several
+    lengths."""
     rng = random.Random(f"background/{seed}")
     return [_background_ask(rng, number, scale) for number in range(count)]
 
@@ -219,7 +220,7 @@ def words(rng: random.Random, count: int) -> str:
 def _background_ask(rng: random.Random, number: int, scale: Scale) -> Ask:
     length = (6, 40, 12, 90, 20)[number % 5]
     options: GenerateOptions = {"max_tokens": rng.randint(scale.output_tokens * 3 // 4, scale.output_tokens)}
-    match number % 4:
+    match number % 5:
         case 0:
             kind = "greedy"
             options |= {"temperature": 0.0, "ignore_eos": True, "logprobs": 0}
@@ -230,6 +231,9 @@ def _background_ask(rng: random.Random, number: int, scale: Scale) -> Ask:
             kind = "stop"  # not before half of it, so that there is a stream to disturb
             half = scale.output_tokens // 2
             options |= {"temperature": 0.0, "stop": [" the", " and"], "min_tokens": half, "ignore_eos": True}
+        case 3:
+            kind = "several"  # outputs, which share the prompt's blocks
+            options |= {"temperature": 0.8, "seed": rng.getrandbits(63), "ignore_eos": True, "n": 2}
         case _:
             kind = "penalties"
             penalties: GenerateOptions = {"presence_penalty": 0.4, "frequency_penalty": 0.2, "repetition_penalty": 1.1}

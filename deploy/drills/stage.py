@@ -17,7 +17,7 @@ from typing import Protocol
 
 from deploy.drills.arena import Arena
 from deploy.drills.faults import Injected, Injector
-from deploy.drills.load import Ask, LoadRun, Recording, Scale
+from deploy.drills.load import Ask, LoadRun, Output, Recording, Scale
 from deploy.drills.verdict import Answer, Evidence, Exchange
 from pdserve.client import Client, Result
 from pdserve.errors import DeadlineExceeded
@@ -148,7 +148,7 @@ class Stage:
         return Exchange(
             request_id=recording.request_id,
             wish=recording.ask.wish,
-            expected=(_answer_of(reference),),
+            expected=_answers(reference),
             received=_answers_of(recording),
             terminal=_terminal(recording),
             error_code=None if error is None else error.code,
@@ -175,15 +175,20 @@ class Stage:
         return stalls
 
 
-def _answer_of(result: Result) -> Answer:
-    end = (result.finish_reason.value, result.stop, result.usage.prompt_tokens, result.usage.completion_tokens)
-    return Answer(result.token_ids, result.text, result.logprobs, end)
+def _answers(result: Result) -> tuple[Answer, ...]:
+    """Each output; the request's usage belongs to all of them."""
+    usage = (result.usage.prompt_tokens, result.usage.completion_tokens)
+    return tuple(
+        Answer(each.token_ids, each.text, each.logprobs, (each.finish_reason.value, each.stop, *usage))
+        for each in result.outputs
+    )
 
 
 def _answers_of(recording: Recording) -> tuple[Answer, ...]:
     if recording.result is not None:
-        return (_answer_of(recording.result),)
-    outputs = (output for _, output in sorted(recording.outputs.items()))
+        return _answers(recording.result)
+    count = 1 + max(recording.outputs, default=-1)
+    outputs = [recording.outputs.get(index, Output()) for index in range(count)]
     return tuple(Answer(tuple(output.token_ids), output.text, tuple(output.logprobs)) for output in outputs)
 
 

@@ -31,7 +31,9 @@ _FREEZE_S = 2.5
 def cancel_storm(stage: Stage) -> None:
     """Many requests at once, most of which are cancelled in any state; the others' answers do not change."""
     settings = stage.settings
-    asks = cancelled(background(settings.seed, _STORM_FACTOR * settings.streams, settings.scale), settings.seed, _CANCELLED_SHARE)
+    asks = cancelled(
+        background(settings.seed, _STORM_FACTOR * settings.streams, settings.scale), settings.seed, _CANCELLED_SHARE
+    )
     round_ = stage.play(CANCELLED, asks, lambda round_: None)
     gone = [each for each in round_.run.recordings if isinstance(each.error, Cancelled)]
     if not gone:
@@ -69,18 +71,20 @@ def restart_storm(stage: Stage) -> None:
 def mixed(stage: Stage) -> None:
     """Any fault every few seconds, for as long as one likes."""
     rng = random.Random(f"mixed/{stage.settings.seed}")
-    end_s = time.monotonic() + stage.settings.duration_s
+    left_s = stage.settings.duration_s
 
     def disturb(round_: Round) -> None:
-        round_end_s = min(end_s, time.monotonic() + _MIXED_ROUND_S)
+        round_end_s = time.monotonic() + min(left_s, _MIXED_ROUND_S)
         while time.monotonic() < round_end_s and round_.run.live:
             pause_s = min(rng.uniform(*_MIXED_PAUSE_S), max(0.0, round_end_s - time.monotonic()))
             wait_for(lambda: not round_.run.live, pause_s)
             _random_fault(stage, round_, rng)
         round_.run.stop()
 
-    while time.monotonic() < end_s:
+    while left_s > 0:
+        begin_s = time.monotonic()
         stage.play(UNDER_LOAD, _stream_of_requests(stage), disturb, at_once=stage.settings.streams)
+        left_s -= max(_MIXED_ROUND_S, time.monotonic() - begin_s)
 
 
 def poison(stage: Stage) -> None:
@@ -90,10 +94,9 @@ def poison(stage: Stage) -> None:
     others = background(settings.seed, 4, settings.scale)
     bad = replace(probe(settings.seed, "poison", settings.scale), wish=Wish.CONVICTED)
     again = replace(bad, name="poison-again")
-    asks = [others[0], bad, others[1], again, others[2], others[3]]  # both at the same of two routers
 
     def disturb(round_: Round) -> None:
-        recording, repeated = round_.run.recordings[1], round_.run.recordings[3]
+        *_, recording, repeated = round_.run.recordings
         round_.run.release(recording)
         for number, phase in enumerate(CRASHES, start=1):
             victim = _wait_attempt(stage, recording.request_id, number)
@@ -104,16 +107,16 @@ def poison(stage: Stage) -> None:
         wait_for(lambda: recording.ended_s is not None, PHASE_TIMEOUT_S)
         round_.run.release(repeated)
 
-    round_ = stage.play("poisoned", asks, disturb)
-    codes = [None if each.error is None else each.error.code for each in round_.run.recordings]
-    if (codes[1], codes[3]) != ("INTERNAL", "FAILED_PRECONDITION"):
-        stage.problems.append(f"the poisonous request ended with {codes[1]}, the next one like it with {codes[3]}")
+    round_ = stage.play("poisoned", [*others, bad, again], disturb)
+    first, second = ("an answer" if each.error is None else each.error.code for each in round_.run.recordings[-2:])
+    if (first, second) != ("INTERNAL", "FAILED_PRECONDITION"):
+        stage.problems.append(f"the poisonous request ended with {first}, the next one like it with {second}")
 
 
 def _stream_of_requests(stage: Stage) -> list[Ask]:
     """More than there is time for: whoever plays them stops when it has seen enough."""
     settings = stage.settings
-    kinds = background(settings.seed, 2 * settings.streams, settings.scale)
+    kinds = background(settings.seed, settings.streams, settings.scale)
     return [
         replace(kinds[number % len(kinds)], name=f"{kinds[number % len(kinds)].name}.{number}")
         for number in range(_MOST_REQUESTS)
