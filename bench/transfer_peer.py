@@ -21,9 +21,10 @@ import zmq
 
 from kvtransfer.layout import KVLayout
 from kvtransfer.link import Link
+from kvtransfer.transports.assembly import worker_transport
 from kvtransfer.transports.base import Transport
 from kvtransfer.transports.memory import MemoryNetwork
-from kvtransfer.transports.zmq import ZmqTransport, ipc_endpoint
+from kvtransfer.transports.zmq import CurveKey, ZmqTransport
 from pdserve import logs
 from pdserve.clock import SystemClock
 from pdserve.config import TransferConfig
@@ -36,7 +37,7 @@ TOKEN_COUNT = 4096
 TRANSFER_BYTES = LAYOUT.layer_count * LAYOUT.payload_bytes(TOKEN_COUNT)  # 64 MiB
 TOKEN_IDS = list(range(TOKEN_COUNT))
 OWNER = Owner("bench", "transfer", "router", 1)
-TRANSPORTS = ("memory", "ipc", "tcp")
+TRANSPORTS = ("memory", "ipc", "tcp", "curve", "shared", "gloo")
 WAIT_S = 60.0
 
 
@@ -54,11 +55,26 @@ class PlainStore:
 
 
 def make_transport(kind: str, folder: Path, name: str, network: MemoryNetwork) -> Transport:
-    """One of TRANSPORTS. `network` joins those of one process."""
+    """One of TRANSPORTS: "curve" is tcp with a key, "shared" and "gloo" are ipc with that carrier for the payload.
+    `network` joins those of one process."""
     if kind == "memory":
         return network.transport()
-    endpoint = "tcp://127.0.0.1:*" if kind == "tcp" else ipc_endpoint(folder / "kv", name)
-    return ZmqTransport(endpoint, name.encode())
+    if kind == "tcp":
+        return ZmqTransport("tcp://127.0.0.1:*", name.encode())
+    config = TransferConfig(
+        network="tcp" if kind == "curve" else "ipc", payload="inline" if kind in ("ipc", "curve") else kind
+    )
+    return worker_transport(config, name, folder / "kv", _key(folder), SystemClock(), logs.logger("bench"))
+
+
+def _key(folder: Path) -> CurveKey:
+    """The same for both processes; the first one makes it."""
+    file = folder / "key"
+    if not file.exists():
+        made = CurveKey.generate()
+        file.write_bytes(made.public + made.secret)
+    both = file.read_bytes()
+    return CurveKey(both[:40], both[40:])
 
 
 def make_link(transport: Transport, frame_bytes: int, integrity: bool) -> Link:

@@ -66,15 +66,19 @@ class DecodeService:
         output_ids: ListLike[int],
         params: SamplingParams,
         local_prefill: bool,
+        share: Owner | None = None,
     ) -> None:
-        """Admit an attempt: issue its ticket, or queue it for local computation."""
+        """Admit an attempt: issue its ticket, or queue it for local computation. `share`: another output of its
+        request, whose prompt KV it takes if that one is here."""
         if len(self._imports) >= self._max_queued:
             full = ResourceExhausted(f"{len(self._imports)} requests are queued, the most this worker takes")
             self.reports.terminal(owner, full)
             return
         source = KVSource.COMPUTED if local_prefill else KVSource.DELIVERED
         entry = Import(self, owner)
-        sequence = Sequence(owner, prompt_ids, output_ids, params, entry, source=source)
+        sequence = Sequence(
+            owner, prompt_ids, output_ids, params, entry, source=source, index=owner.output, shares=share
+        )
         self._imports[owner] = entry
         if local_prefill:
             self.engine.submit(sequence)

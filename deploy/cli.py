@@ -66,7 +66,7 @@ def up(
     decode: Annotated[int | None, typer.Option(help="Decode workers.")] = None,
     routers: Annotated[int | None, typer.Option(help="Routers, at successive ports.")] = None,
     model: Annotated[str | None, typer.Option(help="A Hugging Face directory. Default: the embedded model.")] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads of each worker.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of each worker; 0: cores shared out.")] = None,
     transfer: Annotated[str | None, typer.Option(help=f"When KV is sent: {', '.join(TRANSFER_MODES)}.")] = None,
     port: Annotated[int | None, typer.Option(help="The router's gRPC port; 0: any free one.")] = None,
     config: ConfigOption = None,
@@ -95,15 +95,14 @@ def down(config: ConfigOption = None, runtime_dir: RuntimeOption = "") -> None:
     from deploy.cluster import stop_processes
 
     runtime = _runtime(config, runtime_dir)
-    state = runtime.read_state()
-    supervisor = state.supervisor() if state else None
+    supervisor = runtime.supervisor()
     if supervisor is not None:
         supervisor.send_signal(signal.SIGTERM)
         psutil.wait_procs([supervisor], timeout=30.0)
     leftover = runtime.processes()
     stop_processes(runtime, lambda: [process.terminate() for process in leftover])
     runtime.remove()
-    if state is None and not leftover:
+    if supervisor is None and not leftover:
         _err.print("no cluster runs here")
     else:
         _err.print("the cluster is down")
@@ -154,6 +153,7 @@ def generate(
     top_k: Annotated[int | None, typer.Option()] = None,
     min_p: Annotated[float | None, typer.Option()] = None,
     seed: Annotated[int | None, typer.Option(help="Default: derived from the request id.")] = None,
+    n: Annotated[int | None, typer.Option("--n", help="How many outputs; the prompt is computed once.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds until the request is given up.")] = 600.0,
     address: AddressOption = "",
@@ -173,13 +173,18 @@ def generate(
             min_p=min_p,
             seed=seed,
             stop=stop,
+            n=n,
             timeout_s=timeout,
         )
+        several = (n or 1) > 1  # they come interleaved: printed when they have ended
         for delta in stream:
-            if not json_output:
+            if not json_output and not several:
                 _out.print(delta.text, end="", markup=False, soft_wrap=True)
     if json_output:
         _out.print_json(json.dumps(_result_object(stream.result)))
+    elif several:
+        for index, output in enumerate(stream.result.outputs):
+            _out.print(f"[{index}] {output.text}", markup=False, soft_wrap=True)
     else:
         _out.print()
 
@@ -201,8 +206,11 @@ def _runtime(path: Path | None, runtime_dir: str) -> RuntimeDirectory:
 def _addresses(address: str, path: Path | None, runtime_dir: str) -> list[str]:
     if address:
         return [part.strip() for part in address.split(",")]
-    state = _runtime(path, runtime_dir).read_state()
+    runtime = _runtime(path, runtime_dir)
+    state = runtime.read_state()
     if state is None or state.supervisor() is None:
+        if runtime.supervisor() is not None:
+            raise Unavailable(f"the cluster in {runtime.path} is starting; try again when it serves")
         raise Unavailable("no cluster runs on this machine: start one with `pdserve up`, or name one with --address")
     return state.routers
 
@@ -229,7 +237,7 @@ def _run_cluster(config: Config, json_output: bool) -> None:
 
     logs.configure(config.logging.level, "up")
     if not json_output:
-        _out.print(f"config: {json.dumps(config.as_dict())}", markup=False, soft_wrap=True)
+        _print_config(config)
     begin = time.monotonic()
     with LocalCluster(config, progress) as cluster:
         info = cluster.info()
@@ -249,12 +257,16 @@ def _run_cluster(config: Config, json_output: bool) -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
+def _print_config(config: Config) -> None:
+    _out.print(f"config: {json.dumps(config.as_dict())}", markup=False, soft_wrap=True)
+
+
 def _start_detached(config: Config, arguments: list[str], json_output: bool) -> None:
     """Run the same command without --detach in a session of its own, and wait for its health check."""
     runtime = RuntimeDirectory(config.cluster.runtime_dir)
-    state = runtime.read_state()
-    if state is not None and state.supervisor() is not None:
-        raise ConfigError(f"a cluster runs already at {state.grpc} (pid {state.pid}); stop it with `pdserve down`")
+    exit_on_signals()
+    if not json_output:
+        _print_config(config)
     command = [sys.executable, "-m", "deploy.cli", *(a for a in arguments if a != "--detach")]
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
@@ -262,7 +274,7 @@ def _start_detached(config: Config, arguments: list[str], json_output: bool) -> 
         )
         try:
             info = _wait_healthy(process, runtime, config.cluster.start_timeout_s + 30.0)
-        except Unavailable:
+        except BaseException:  # a signal too: nobody would know of the cluster
             process.terminate()
             raise
         if info is None:
@@ -322,7 +334,9 @@ def _status_object(info: ServerInfo) -> dict[str, Any]:
 def _print_status(info: ServerInfo) -> None:
     _out.print(f"model {info.model}  grpc {info.grpc_address}  sessions {info.session_address}")
     headings = ("worker", "role", "pid", "state", "queue", "requests", "free", "cached", "leased")
-    table = Table(*headings, box=box.SIMPLE)
+    table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in headings:
+        table.add_column(heading, no_wrap=True)
     for worker in info.workers:
         counts = (worker.pid, worker.state, worker.queue, worker.requests)
         blocks = (worker.blocks.free, worker.blocks.cached, worker.blocks.leased)
@@ -339,6 +353,10 @@ def _result_object(result: Result) -> dict[str, Any]:
         "token_ids": list(result.token_ids),
         "finish_reason": result.finish_reason.value,
         "stop": result.stop,
+        "outputs": [
+            {"text": each.text, "token_ids": list(each.token_ids), "finish_reason": each.finish_reason.value}
+            for each in result.outputs
+        ],
         "usage": usage,
         "seed": result.seed,
         "ttft_ms": result.ttft_ms,

@@ -27,6 +27,7 @@ from deploy.actors import RouterActor, WorkerActor
 from deploy.ports import PortReservation
 from deploy.runtime import RuntimeDirectory
 from deploy.spec import RouterSpec, WorkerSpec
+from kvtransfer.transports.zmq import CurveKey
 from model.config import ModelConfig
 from model.embedded import embedded_model_directory
 from model.files import tensor_files
@@ -58,6 +59,7 @@ class LocalCluster:
         self._runtime.create()
         self._workers: dict[str, ray.actor.ActorHandle] = {}
         self._routers: dict[str, ray.actor.ActorHandle] = {}
+        self._kv_key = CurveKey.generate() if config.transfer.network == "tcp" else None
         try:
             self._stage("ray", self._start_ray)
             self._stage("routers and workers", lambda: self._start_actors(directory))
@@ -176,6 +178,7 @@ class LocalCluster:
             kv_socket_directory=str(self._runtime.kv_sockets),
             log_path=str(self._runtime.logs / f"{worker_id}.jsonl"),
             config=self.config,
+            kv_key=self._kv_key,
         )
 
     @property
@@ -235,8 +238,11 @@ def _reserve_ports(config: Config) -> list[tuple[PortReservation, PortReservatio
 
 def _resolve_threads(config: Config) -> Config:
     """threads = 0 becomes this machine's cores shared out among the workers."""
+    cores = len(os.sched_getaffinity(0))
+    if config.engine.threads > cores:
+        raise ConfigError(f"engine.threads = {config.engine.threads}: this machine has {cores} cores")
     if config.engine.threads:
         return config
     workers = config.cluster.prefill + config.cluster.decode
-    threads = max(1, len(os.sched_getaffinity(0)) // workers)
+    threads = max(1, cores // workers)
     return replace(config, engine=replace(config.engine, threads=threads))

@@ -1,7 +1,8 @@
 """The runtime directory of a local cluster: its sockets, its logs, Ray's session, and the state file that other
 commands find it by.
 
-    <runtime_dir>/cluster.json   who runs here and where it listens; there only while the cluster serves
+    <runtime_dir>/lock           held by the process that runs the cluster, from its start to its end; its pid
+                  cluster.json   who runs here and where it listens; there only while the cluster serves
                   logs/          one file of JSON lines a process
                   kv/            the KV wire's sockets
                   ray/           Ray's session
@@ -12,6 +13,7 @@ The directory is the user's alone (0700) and short: a socket's path may have 107
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -56,6 +58,7 @@ class RuntimeDirectory:
     def __init__(self, configured: str) -> None:
         default = Path(tempfile.gettempdir()) / f"pdserve-{os.getuid()}"
         self.path = Path(configured or default).absolute()
+        self._lock: int | None = None
         if len(os.fsencode(self.path)) > _MAX_DIRECTORY_BYTES:
             raise ConfigError(
                 f"cluster.runtime_dir = {str(self.path)!r}: must be at most {_MAX_DIRECTORY_BYTES} bytes long, "
@@ -75,19 +78,50 @@ class RuntimeDirectory:
         return self.path / "ray"
 
     @property
+    def _lock_file(self) -> Path:
+        return self.path / "lock"
+
+    @property
     def _state_file(self) -> Path:
         return self.path / "cluster.json"
 
     def create(self) -> None:
-        """Make the directory, empty. Raises ConfigError where a cluster runs in it or it is not ours."""
-        state = self.read_state()
-        if state is not None and state.supervisor() is not None:
-            raise ConfigError(f"a cluster runs already at {state.grpc} (pid {state.pid}); stop it with `pdserve down`")
+        """Make the directory, empty, and lock it. Raises ConfigError where a cluster runs in it or it is not ours."""
         if self.path.exists() and (self.path.is_symlink() or self.path.stat().st_uid != os.getuid()):
             raise ConfigError(f"{self.path} belongs to someone else; choose another cluster.runtime_dir")
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._take_lock()
         self._clear()
-        for directory in (self.path, self.logs, self.kv_sockets, self.ray):
+        for directory in (self.logs, self.kv_sockets, self.ray):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def supervisor(self) -> psutil.Process | None:
+        """The process that runs or starts a cluster here. It holds the lock, which ends with it however it ends."""
+        try:
+            lock = os.open(self._lock_file, os.O_RDONLY)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with contextlib.suppress(psutil.NoSuchProcess, ValueError):
+                return psutil.Process(int(os.read(lock, 20)))
+        finally:
+            os.close(lock)
+        return None
+
+    def _take_lock(self) -> None:
+        self._lock = os.open(self._lock_file, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(self._lock, 20).decode(errors="replace")
+            os.close(self._lock)
+            raise ConfigError(
+                f"a cluster runs or starts already in {self.path} (pid {holder}); stop it with `pdserve down`"
+            ) from None
+        os.truncate(self._lock, 0)
+        os.write(self._lock, str(os.getpid()).encode())
 
     def write_state(self, routers: list[str], model: str) -> None:
         process = psutil.Process()
@@ -116,8 +150,12 @@ class RuntimeDirectory:
         return list(found.values())
 
     def remove(self) -> None:
-        """Delete the directory and all in it."""
+        """Delete the directory and all in it, and let go of it."""
         self._clear()
+        self._lock_file.unlink(missing_ok=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
         with contextlib.suppress(OSError):
             self.path.rmdir()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvtransfer.transports.zmq import CurveKey
 from pdserve.config import Config
 from pdserve.types import Role
 
@@ -20,6 +21,7 @@ class WorkerSpec:
     kv_socket_directory: str
     log_path: str
     config: Config
+    kv_key: CurveKey | None = None  # of the cluster; needed with transfer.network = "tcp"
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,7 @@ from engine.engine import SWITCH_INTERVAL_S
 from kvtransfer.ladder import Ladder, LadderLimits
 from kvtransfer.layout import KVLayout
 from kvtransfer.link import Link
-from kvtransfer.transports.base import Transport
-from kvtransfer.transports.zmq import ZmqTransport, ipc_endpoint
+from kvtransfer.transports.assembly import worker_transport
 from pdserve import logs
 from pdserve.clock import SystemClock
 from pdserve.errors import PdserveError
@@ -59,8 +58,8 @@ class Worker:
         self.load = self._engine.load()
         self._engine.add_after_step(self._after_step)
         incarnation = f"{spec.worker_id}-{secrets.token_hex(6)}"
-        endpoint = ipc_endpoint(Path(spec.kv_socket_directory), incarnation)
-        transport: Transport = ZmqTransport(endpoint, incarnation.encode())
+        sockets, log = Path(spec.kv_socket_directory), logs.logger("kv")
+        transport = worker_transport(config.transfer, incarnation, sockets, spec.kv_key, SystemClock(), log)
         if faults_file := os.environ.get(faulty_wire.VARIABLE):  # only a build under test is started with it
             transport = faulty_wire.SwitchedFaults(transport, Path(faults_file), SystemClock())
         shape = self._engine.store.shape
@@ -72,7 +71,7 @@ class Worker:
             config.transfer,
             SystemClock(),
             self._trace,
-            logs.logger("kv"),
+            log,
             max_transfers=config.engine.max_queued,
         )
         self.info = WorkerInfo(
@@ -90,10 +89,10 @@ class Worker:
         self._draining = False
         self._sessions = WorkerSessions(spec.router_addresses, self.info, self, self._current_load)
         max_queued = config.engine.max_queued
-        mode = config.transfer.mode
-        self._prefill = PrefillService(self._engine, self._link, self._sessions, self._trace, max_queued, mode)
+        reports, mode = self._sessions.reports, config.transfer.mode
+        self._prefill = PrefillService(self._engine, self._link, reports, self._trace, max_queued, mode)
         ladder = Ladder(LadderLimits.from_config(config.transfer))
-        self._decode = DecodeService(self._engine, self._link, self._sessions, ladder, SystemClock(), max_queued)
+        self._decode = DecodeService(self._engine, self._link, reports, ladder, SystemClock(), max_queued)
         self._stopping = threading.Event()
         self._engine_thread = threading.Thread(target=self._step_forever, name="engine", daemon=True)
 
@@ -145,8 +144,9 @@ class Worker:
         output_ids: ListLike[int],
         params: SamplingParams,
         local_prefill: bool,
+        share: Owner | None,
     ) -> None:
-        self._decode.start(owner, prompt_ids, output_ids, params, local_prefill)
+        self._decode.start(owner, prompt_ids, output_ids, params, local_prefill, share)
 
     def start_prefill(
         self,

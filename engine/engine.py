@@ -45,6 +45,7 @@ class Engine:
         self._sequences: dict[Owner, Sequence] = {}
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._after_step: list[Callable[[], None]] = []
+        self._stalled = False  # the last plan was empty: only a command can change that
 
     @property
     def limits(self) -> ModelLimits:
@@ -94,8 +95,9 @@ class Engine:
 
     def step(self, wait_s: float = 0.0) -> bool:
         """Carry out queued commands, then one step. Waits at most `wait_s` for work; False: there was none."""
-        worked = self._drain_inbox(0.0 if self._scheduler.has_work() else wait_s)
+        worked = self._drain_inbox(0.0 if self._scheduler.has_work() and not self._stalled else wait_s)
         plan = self._scheduler.plan()
+        self._stalled = not plan.slices and not plan.leased
         for sequence in plan.leased:
             if sequence.pinned:
                 sequence.sink.on_leased(sequence)
@@ -144,6 +146,7 @@ class Engine:
             return
         for part in plan.slices:
             part.sequence.computed = part.stop
+            self._fork_followers(part.sequence)
         for result in sampled:
             self._accept(result.part.sequence, [result.token])
 
@@ -170,7 +173,25 @@ class Engine:
             sequence.sink.on_end(sequence, problem)
             return
         self._sequences[sequence.owner] = sequence
-        self._scheduler.add(sequence)
+        leader = self._sequences.get(sequence.shares) if sequence.shares is not None else None
+        if leader is None or leader.phase is Phase.ENDED:
+            self._scheduler.add(sequence)
+        else:
+            leader.followers.append(sequence)
+            self._fork_followers(leader)
+
+    def _fork_followers(self, leader: Sequence) -> None:
+        """Start those that waited for this sequence's prompt, if its KV is there."""
+        if not leader.followers or not leader.prompt_ready:
+            return
+        followers, leader.followers = leader.followers, []
+        for follower in followers:
+            if self._scheduler.fork(leader, follower):
+                last, tokens = divmod(leader.prompt_count - 1, self.store.shape.block_tokens)
+                if tokens:
+                    self.store.copy(leader.blocks[last], follower.blocks[last], tokens)
+            else:
+                self._scheduler.add(follower)
 
     def _misfit(self, sequence: Sequence) -> InvalidArgument | None:
         """What the router should have refused: a sequence that could never end here."""
@@ -194,6 +215,7 @@ class Engine:
         sequence.pinned = False
         if sequence.phase is Phase.RECEIVING:
             self._scheduler.received(sequence, sequence.known)
+            self._fork_followers(sequence)
             self._accept(sequence, tokens)
         else:
             self._settle(sequence)
@@ -207,6 +229,7 @@ class Engine:
         if sequence.phase is Phase.RECEIVING:
             # The last known token is computed in any case: what follows it is sampled from its logits.
             self._scheduler.received(sequence, min(computed, sequence.known - 1))
+            self._fork_followers(sequence)
         self._settle(sequence)
 
     def _unpin(self, owner: Owner) -> None:
@@ -217,6 +240,12 @@ class Engine:
 
     def _end(self, sequence: Sequence, outcome: Finish | PdserveError | None) -> None:
         self._scheduler.remove(sequence)
+        for follower in sequence.followers:  # it ended before its prompt was ready
+            self._scheduler.add(follower)
+        sequence.followers = []
+        leader = self._sequences.get(sequence.shares) if sequence.shares is not None else None
+        if leader is not None and sequence in leader.followers:
+            leader.followers.remove(sequence)
         sequence.outcome = outcome
         if sequence.pinned and isinstance(outcome, PdserveError):
             sequence.sink.on_abort(sequence, outcome)

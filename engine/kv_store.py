@@ -25,6 +25,14 @@ class KVStore:
         self.shape = shape
         self.cache = kernels.make_cache(shape)
 
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        """Copy the first `tokens` tokens of a block into another one, in all layers."""
+        from_slots = slots_of((source,), 0, tokens, self.shape.block_tokens)
+        to_slots = slots_of((target,), 0, tokens, self.shape.block_tokens)
+        for layer in range(self.shape.layer_count):
+            k, v = self.kernels.read_kv(self.cache, layer, from_slots)
+            self.kernels.write_kv(self.cache, layer, to_slots, k, v)
+
 
 class SequenceKV:
     """One sequence's KV by layer and token range, through its block table."""

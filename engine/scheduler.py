@@ -51,6 +51,26 @@ class Scheduler:
         """Queue a new sequence behind all others."""
         self._waiting.append(sequence)
 
+    def fork(self, leader: Sequence, follower: Sequence) -> bool:
+        """Start a sequence on the prompt's KV of another one; False if there is no room, and nothing has changed.
+
+        Full blocks are shared. A partly filled one is the follower's own, and the caller copies what is in it. The
+        prompt's last token is left to be computed again, because its logits are wanted.
+        """
+        full = (leader.prompt_count - 1) // self._pool.block_tokens
+        needed = self._pool.blocks_for(follower.known) - full
+        if len(self._running) + len(self._receiving) >= self._max_running or needed > self._pool.free_count:
+            return False
+        shared = leader.blocks[:full]
+        self._pool.share(follower.owner, shared)
+        own = self._pool.lease(follower.owner, needed)
+        assert own is not None
+        follower.blocks = [*shared, *own]
+        follower.computed = leader.prompt_count - 1
+        follower.phase = Phase.RUNNING
+        self._running.append(follower)
+        return True
+
     def received(self, sequence: Sequence, computed: int) -> None:
         """The KV of the first `computed` tokens is there and no more will come: it runs from the next step on."""
         self._receiving.remove(sequence)

@@ -65,7 +65,7 @@ class Sequence:
     """`prompt_ids` and `output_ids` stay apart: every parameter refers to the border between them.
 
     `stops_after_prefill`: the sequence ends with the first sampled token (a prefill worker's). `exports_kv`: its sink
-    is told of each layer.
+    is told of each layer. `shares`: a sequence of the same prompt, whose KV of it this one takes over if it can.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class Sequence:
         stops_after_prefill: bool = False,
         exports_kv: bool = False,
         index: int = 0,
+        shares: Owner | None = None,
     ) -> None:
         self.owner = owner
         self.params = params
@@ -88,6 +89,8 @@ class Sequence:
         self.stops_after_prefill = stops_after_prefill
         self.exports_kv = exports_kv
         self.index = index
+        self.shares = shares
+        self.followers: list[Sequence] = []  # those that wait for this one's prompt
         self.prompt_count = len(prompt_ids)
         self.token_ids = [*prompt_ids, *output_ids]
         self.phase = Phase.WAITING
@@ -105,6 +108,11 @@ class Sequence:
     def pending(self) -> int:
         """How many known tokens have no KV yet. 1: it decodes."""
         return len(self.token_ids) - self.computed
+
+    @property
+    def prompt_ready(self) -> bool:
+        """Whether the KV of its whole prompt is in its blocks."""
+        return self.phase is Phase.RUNNING and self.computed >= self.prompt_count
 
     @property
     def output_count(self) -> int:

@@ -14,6 +14,9 @@ happens: success, failure, abort, close, a bug. From that call on the link touch
 sends included (what is sent is the copy that the reader made). So `on_end` is the one place to give blocks back.
 
 Timers are the link's own: a transfer whose peer died ends by itself, also where no new work comes.
+
+`start` gives the link its thread. Without it, `accept` and then `turn` again and again do the same on the caller's:
+that is how a simulation runs many links side by side.
 """
 
 from __future__ import annotations
@@ -52,8 +55,8 @@ _Outcome = TypeVar("_Outcome")
 class Link:
     """See the module's docstring. `model`: identity of all that the KV depends on besides the tokens.
 
-    Takes the transport over and closes it. `max_transfers` bounds each direction. Raises ConfigError where the
-    limits of `config` do not fit the layout.
+    Takes the transport over and closes it. `max_transfers` bounds each direction. Transfer ids come from
+    `random_bytes`. Raises ConfigError where the limits of `config` do not fit the layout.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Link:
         log: Logger,
         *,
         max_transfers: int = 256,
+        random_bytes: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
         _check_limits(layout, config)
         self._transport = transport
@@ -77,6 +81,7 @@ class Link:
         self._log = log
         self._stats = LinkStats()
         self._exchange = Exchange(transport, config, clock, trace, log, self._stats)
+        self._random_bytes = random_bytes
         self._outgoing = _Places(max_transfers)
         self._incoming = _Places(max_transfers)
         self._inbox: deque[Callable[[], None]] = deque()
@@ -97,6 +102,11 @@ class Link:
         with self._lock:
             self._accepting = True
             self._thread.start()
+
+    def accept(self) -> None:
+        """Take commands from now on, without a thread: the caller's turns carry them out."""
+        with self._lock:
+            self._accepting = True
 
     def close(self) -> None:
         """End every transfer with TransferError, stop the thread, close the transport. Within seconds; never from a
@@ -187,7 +197,7 @@ class Link:
         Unavailable (not running), and then none is called.
         """
         expected = Expectation(
-            transfer=secrets.token_bytes(TRANSFER_ID_BYTES),
+            transfer=self._random_bytes(TRANSFER_ID_BYTES),
             epoch=_FIRST_EPOCH,
             layout=self._layout,
             model=self._model,
@@ -243,7 +253,7 @@ class Link:
         error: PdserveError = TransferError("the KV link was closed")
         try:
             while self._accepting:
-                self._turn(self._wait_s())
+                self.turn(self.wait_s())
         except Exception as problem:  # noqa: BLE001 - the loop's supervisor: nothing may end without its on_end
             self._stats.internal_errors += 1
             self._log.exception("the KV link broke")
@@ -253,7 +263,8 @@ class Link:
         self._run_inbox()  # what was accepted before gets its on_end too
         self._exchange.shut_down(error)
 
-    def _turn(self, wait_s: float) -> None:
+    def turn(self, wait_s: float) -> None:
+        """Wait at most `wait_s` for frames, then do what is due: the inbox, frames, timers."""
         events = self._transport.receive(wait_s)
         self._run_inbox()  # first: what answers a ticket must find its `expect` done
         for event in events:
@@ -264,7 +275,8 @@ class Link:
         for _ in range(len(self._inbox)):
             self._inbox.popleft()()
 
-    def _wait_s(self) -> float:
+    def wait_s(self) -> float:
+        """How long the next turn may wait."""
         deadline = self._exchange.next_deadline()
         if self._inbox:
             return 0.0

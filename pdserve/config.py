@@ -16,7 +16,10 @@ from pdserve.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16")
 KERNELS = ("auto", "cpu", "reference")
+NETWORKS = ("ipc", "tcp")
+PAYLOADS = ("auto", "inline", "shared", "gloo", "nccl")
 TRANSFER_MODES = ("layerwise", "chunkwise", "whole")
+_MAX_PORT = 65535
 CPU_PATHS = ("auto", "amx", "avx512", "avx2", "portable")
 
 
@@ -48,6 +51,9 @@ class EngineConfig:
 class TransferConfig:
     """The KV wire."""
 
+    network: str = "ipc"  # between workers: ipc within a host, tcp (encrypted) across hosts
+    host: str = "127.0.0.1"  # with tcp, gloo and nccl: the address of this host that the other workers reach
+    payload: str = "auto"  # how large payloads go; auto: shared memory with ipc, inline with tcp
     mode: str = "layerwise"  # when computed KV is sent: while the next layer is computed, or later (to compare)
     integrity: bool = True  # off only to measure what it costs, and then in all workers
     window_bytes: int = 32 * 1024 * 1024
@@ -129,11 +135,19 @@ class Config:
             ("model.dtype", self.model.dtype, DTYPES),
             ("model.kernels", self.model.kernels, KERNELS),
             ("model.cpu_path", self.model.cpu_path, CPU_PATHS),
+            ("transfer.network", self.transfer.network, NETWORKS),
+            ("transfer.payload", self.transfer.payload, PAYLOADS),
             ("transfer.mode", self.transfer.mode, TRANSFER_MODES),
             ("logging.level", self.logging.level, ("debug", "info", "warning", "error")),
         ):
             if value not in allowed:
                 raise ConfigError(f"{source}: {name} = {value!r}: must be one of {', '.join(allowed)}")
+        for name, port in (
+            ("router.grpc_port", self.router.grpc_port),
+            ("router.session_port", self.router.session_port),
+        ):
+            if port + self.cluster.routers - 1 > _MAX_PORT:
+                raise ConfigError(f"{source}: {name} = {port}: must be at most {_MAX_PORT}, the last router's too")
         for name, number, low in (
             ("engine.threads", self.engine.threads, 0),
             ("engine.block_tokens", self.engine.block_tokens, 1),

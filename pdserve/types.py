@@ -36,16 +36,19 @@ class Finish:
 class Owner:
     """Who holds blocks, transfers and tickets. It fences everything: two attempts never share one.
 
-    `router` is the incarnation of the router process, `attempt` counts from 1.
+    `router` is the incarnation of the router process, `attempt` counts all that it has made: a request id may come
+    again, an owner never does. `output` says which of the request's n outputs it works on.
     """
 
     tenant: str
     request_id: str
     router: str
     attempt: int
+    output: int = 0
 
     def __str__(self) -> str:
-        return f"{self.tenant}/{self.request_id}@{self.router}#{self.attempt}"
+        output = f"[{self.output}]" if self.output else ""
+        return f"{self.tenant}/{self.request_id}@{self.router}#{self.attempt}{output}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,9 @@ class PrefillService:
             self._reports.terminal(owner, again)
             return
         export = Export(self, owner, ticket, self._mode)
-        sequence = Sequence(owner, prompt_ids, output_ids, params, export, stops_after_prefill=True, exports_kv=True)
+        sequence = Sequence(
+            owner, prompt_ids, output_ids, params, export, stops_after_prefill=True, exports_kv=True, index=owner.output
+        )
         self._exports[owner] = export
         try:
             export.queue(sequence)

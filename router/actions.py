@@ -15,8 +15,13 @@ class Request:
     request_id: str
     prompt_ids: tuple[int, ...]
     params: SamplingParams
-    received_ids: tuple[int, ...] = ()  # of the output, which the client has from another router
+    received_ids: tuple[tuple[int, ...], ...] = ((),)  # of each output, what the client has from another router
     tenant: str = "default"
+
+    @property
+    def n(self) -> int:
+        """How many outputs it has."""
+        return len(self.received_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +31,7 @@ class StartDecode:
     request: Request
     output_ids: tuple[int, ...]
     local_prefill: bool
+    share: Owner | None = None  # another output, whose prompt KV at that worker it shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +80,10 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Accept:
-    """Tokens for the client, in order, each exactly once."""
+    """Tokens of an output for the client, in order, each exactly once."""
 
     request_id: str
+    output: int
     tokens: tuple[SampledToken, ...]
 
 
@@ -91,9 +98,10 @@ class Retry:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The one terminal event of a request."""
+    """The one terminal event of an output."""
 
     request_id: str
+    output: int
     outcome: Finish | PdserveError
     attempts: int
     exact: bool

@@ -1,6 +1,7 @@
 """The attempt loop: serves every request by attempts until it has ended. Pure: events in, actions out.
 
-It owns a request from `submit` to its `End` action. What it knows of an attempt:
+It owns a request's outputs from `submit` to their `End` actions; each has its own attempts. The first one placed gets
+the prompt's KV; the others are placed beside it and share its blocks. What it knows of an attempt:
 
     PLACING ──decode chosen──► TICKET ──Ticket, prefill chosen──► PREFILL ──first token──► DECODE ──Terminal──► End
        ▲                         │                                │     ▲                    │
@@ -78,8 +79,19 @@ class _Attempt:
 
 
 @dataclass(slots=True)
+class _Prompt:
+    """What the outputs of a request have in common."""
+
+    fingerprint: str | None = None
+
+
+@dataclass(slots=True)
 class _InFlight:
+    """One output of a request."""
+
     request: Request
+    output: int
+    prompt: _Prompt
     phase: Phase = Phase.PLACING
     deadline: float | None = None
     attempt: _Attempt | None = None
@@ -89,7 +101,6 @@ class _InFlight:
     suspicion: Suspicion = field(default_factory=Suspicion)
     avoid: set[str] = field(default_factory=set)
     eos_token_ids: tuple[int, ...] = ()
-    prompt_fingerprint: str | None = None
     output_fingerprint: str | None = None
     exact: bool = True
 
@@ -109,7 +120,8 @@ class Dispatch:
         self._config = config
         self._breakers = Breakers(config.breaker_failures, config.breaker_cooldown_ms / 1000)
         self._refusals = Refusals(config.poison_refusal_ms / 1000)
-        self._requests: dict[str, _InFlight] = {}  # the oldest first
+        self._requests: dict[tuple[str, int], _InFlight] = {}  # by request id and output; the oldest first
+        self._attempts = 0  # made so far, of all requests: a request id may come again, an owner may not
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -123,18 +135,22 @@ class Dispatch:
     def submit(self, request: Request, now: float) -> list[Action]:
         """Take a request over. Raises AlreadyExists, ResourceExhausted or, for a prompt that crashed workers,
         FailedPrecondition, and then has not taken it."""
-        if request.request_id in self._requests:
+        if self._outputs(request.request_id):
             raise AlreadyExists(f"request_id: {request.request_id!r} is in flight at this router; choose another")
-        if len(self._requests) >= self._config.max_requests:
-            raise ResourceExhausted(f"{len(self._requests)} requests are in flight, the most this router takes")
+        if len(self._requests) + request.n > self._config.max_requests:
+            raise ResourceExhausted(
+                f"{len(self._requests)} outputs are in flight and {request.n} more are asked for: "
+                f"this router takes {self._config.max_requests}"
+            )
         refused_s = self._refusals.remaining_s(request.tenant, request.prompt_ids, now)
         if refused_s > 0:
             raise FailedPrecondition(
                 f"this prompt crashed several workers; it is refused for another {refused_s:.0f} s"
             )
-        entry = _InFlight(request, output_ids=list(request.received_ids))
-        self._requests[request.request_id] = entry
-        return self._place(entry, now)
+        prompt = _Prompt()
+        entries = [_InFlight(request, i, prompt, output_ids=list(ids)) for i, ids in enumerate(request.received_ids)]
+        self._requests.update(((request.request_id, entry.output), entry) for entry in entries)
+        return [action for entry in entries for action in self._place(entry, now)]
 
     def on_ticket(self, worker: str, owner: Owner, ticket: Ticket, now: float) -> list[Action]:
         """A decode worker expects KV: find it a sender."""
@@ -183,7 +199,7 @@ class Dispatch:
         entry.output_ids.extend(token.token_id for token in tokens)
         entry.suspicion.progressed(len(entry.output_ids))
         self._note_success(worker)
-        return [Accept(entry.request.request_id, tokens), *self._place_waiting(now)]
+        return [Accept(entry.request.request_id, entry.output, tokens), *self._place_waiting(now)]
 
     def on_terminal(self, worker: str, owner: Owner, outcome: Finish | PdserveError | None, now: float) -> list[Action]:
         """A worker's work for an owner has ended. None: a prefill that was delivered."""
@@ -204,15 +220,16 @@ class Dispatch:
             self._note_success(worker)
         return []
 
-    def on_worker_lost(self, worker: str, now: float) -> list[Action]:
-        """A member has left. What still needs it goes on elsewhere."""
+    def on_worker_lost(self, worker: str, now: float, crashed: bool = True) -> list[Action]:
+        """A member has left. What still needs it goes on elsewhere. `crashed`: perhaps a request did it."""
         actions: list[Action] = []
         lost = Unavailable(f"worker {worker} was lost")
         self._note_failure(worker, lost, now)
         for entry in list(self._requests.values()):
             if entry.attempt is None or worker not in entry.attempt.workers():
                 continue
-            entry.suspicion.crashed(len(entry.output_ids))
+            if crashed:
+                entry.suspicion.crashed(len(entry.output_ids))
             if worker == entry.attempt.decode:
                 entry.attempt.decode = None
                 actions += self._fail_attempt(entry, lost, worker, now)
@@ -226,15 +243,13 @@ class Dispatch:
         return self._place_waiting(now)
 
     def cancel(self, request_id: str, error: PdserveError | None = None) -> list[Action]:
-        """End a request with an error; unknown ids are no error."""
-        entry = self._requests.get(request_id)
-        if entry is None:
-            return []
-        return self._end(entry, error or Cancelled(f"request {request_id} was cancelled"))
+        """End what is left of a request with an error; unknown ids are no error."""
+        error = error or Cancelled(f"request {request_id} was cancelled")
+        return [action for entry in self._outputs(request_id) for action in self._end(entry, error)]
 
-    def finish(self, request_id: str, finish: Finish) -> list[Action]:
-        """End a request regularly from here: a stop string matched in its text."""
-        entry = self._requests.get(request_id)
+    def finish(self, request_id: str, output: int, finish: Finish) -> list[Action]:
+        """End an output regularly from here: a stop string matched in its text."""
+        entry = self._requests.get((request_id, output))
         return [] if entry is None else self._end(entry, finish)
 
     def tick(self, now: float) -> list[Action]:
@@ -256,10 +271,14 @@ class Dispatch:
 
     def _current(self, owner: Owner) -> _InFlight | None:
         """The request whose current attempt this owner is. Anything else is fenced off."""
-        entry = self._requests.get(owner.request_id)
+        entry = self._requests.get((owner.request_id, owner.output))
         if entry is None or entry.attempt is None or entry.attempt.owner != owner:
             return None
         return entry
+
+    def _outputs(self, request_id: str) -> list[_InFlight]:
+        """What is in flight of a request."""
+        return [entry for entry in self._requests.values() if entry.request.request_id == request_id]
 
     def _place_waiting(self, now: float) -> list[Action]:
         """Place what waits for a worker or for its turn to recover, the oldest first."""
@@ -273,7 +292,8 @@ class Dispatch:
             entry.deadline = None  # those before it have one
             return []
         wish, candidates = self._wish(entry), self._candidates(now)
-        decode = self._policy.choose_decode(wish, candidates)
+        share = self._shareable(entry, candidates)
+        decode = share[0] if share else self._policy.choose_decode(wish, candidates)
         if decode is None:
             if entry.deadline is None:
                 entry.deadline = now + self._config.placement_timeout_ms / 1000
@@ -285,14 +305,28 @@ class Dispatch:
         self._note_placed(decode, now)
         entry.attempts += 1
         entry.fruitless += 1
-        owner = Owner(entry.request.tenant, entry.request.request_id, self._incarnation, entry.attempts)
+        self._attempts += 1
+        request = entry.request
+        owner = Owner(request.tenant, request.request_id, self._incarnation, self._attempts, entry.output)
         entry.attempt = _Attempt(owner, decode)
-        local = self._computes_alone(entry, decode) or self._policy.choose_prefill(wish, candidates) is None
-        if local:
+        alone = self._computes_alone(entry, decode) or self._policy.choose_prefill(wish, candidates) is None
+        local = share is not None or alone
+        if local and share is None:
             self._note_prompt(entry, decode)
         entry.phase = Phase.PREFILL if local else Phase.TICKET
         entry.deadline = None if local else now + self._config.ticket_timeout_ms / 1000
-        return [StartDecode(decode, owner, entry.request, tuple(entry.output_ids), local)]
+        shared = share[1] if share else None
+        return [StartDecode(decode, owner, entry.request, tuple(entry.output_ids), local, shared)]
+
+    def _shareable(self, entry: _InFlight, candidates: list[Candidate]) -> tuple[str, Owner] | None:
+        """A decode worker where another output of this request is being served, and that one's owner."""
+        if entry.request.n == 1 or entry.suspicion.isolated:
+            return None
+        willing = {c.incarnation for c in candidates if not c.draining} - entry.avoid
+        for other in self._outputs(entry.request.request_id):
+            if other is not entry and other.attempt is not None and other.attempt.decode in willing:
+                return other.attempt.decode, other.attempt.owner
+        return None
 
     def _recoveries(self) -> int:
         return sum(1 for entry in self._requests.values() if entry.recovering)
@@ -310,7 +344,7 @@ class Dispatch:
         return [PrefillLocally(decode, entry.attempt.owner)]
 
     def _wish(self, entry: _InFlight) -> Wish:
-        return Wish(frozenset(entry.avoid), entry.prompt_fingerprint, entry.output_fingerprint)
+        return Wish(frozenset(entry.avoid), entry.prompt.fingerprint, entry.output_fingerprint)
 
     def _candidates(self, now: float) -> list[Candidate]:
         requests: dict[str, int] = {}
@@ -361,9 +395,9 @@ class Dispatch:
     def _note_prompt(self, entry: _InFlight, worker: str) -> None:
         """`worker` computes the KV of the prompt and of what was accepted of the output."""
         fingerprint = self._fingerprint(worker)
-        entry.prompt_fingerprint = entry.prompt_fingerprint or fingerprint
+        entry.prompt.fingerprint = entry.prompt.fingerprint or fingerprint
         of_output = entry.output_fingerprint if entry.output_ids else fingerprint
-        if fingerprint != entry.prompt_fingerprint or fingerprint != of_output:
+        if fingerprint != entry.prompt.fingerprint or fingerprint != of_output:
             entry.exact = False
 
     def _note_output(self, entry: _InFlight, worker: str) -> None:
@@ -427,7 +461,7 @@ class Dispatch:
         return [Abort(worker, owner) for worker in entry.attempt.workers()]
 
     def _end(self, entry: _InFlight, outcome: Finish | PdserveError) -> list[Action]:
-        """Forget the request, drop what workers hold for it, and say how it ended: once."""
+        """Forget the output, drop what workers hold for it, and say how it ended: once."""
         aborts = self._abort_attempt(entry) if entry.attempt else []
-        del self._requests[entry.request.request_id]
-        return [*aborts, End(entry.request.request_id, outcome, entry.attempts, entry.exact)]
+        del self._requests[entry.request.request_id, entry.output]
+        return [*aborts, End(entry.request.request_id, entry.output, outcome, entry.attempts, entry.exact)]

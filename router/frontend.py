@@ -58,7 +58,7 @@ class RouterCalls(Protocol):
 
     def cancel(self, request_id: str, error: PdserveError | None = None) -> bool: ...
 
-    def finish(self, request_id: str, finish: Finish) -> None: ...
+    def finish(self, stream: Events, output: int, finish: Finish) -> None: ...
 
     def model_info(self, limits: ModelLimits) -> pb.ModelInfo: ...
 
@@ -68,8 +68,12 @@ class RouterCalls(Protocol):
 class Output:
     """One output's text side: ids in, text out, up to a stop string."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...], min_tokens: int, with_logprobs: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stops: tuple[str, ...], min_tokens: int, with_logprobs: bool, index: int = 0
+    ) -> None:
         """No stop string that begins within the first `min_tokens` tokens counts."""
+        self.index = index
+        self.end: End | None = None
         self._detokenizer = Detokenizer(tokenizer)
         self._stops = StopStrings(stops)
         self._min_tokens = min_tokens
@@ -83,7 +87,7 @@ class Output:
 
     def push(self, tokens: Iterable[SampledToken]) -> pb.Delta:
         """The delta these tokens make. Tokens after the one that completed a stop string are dropped."""
-        delta = pb.Delta()
+        delta = pb.Delta(output_index=self.index)
         for token in tokens:
             text, matched = self._detokenizer.push([token.token_id]), None
             if self.token_count >= self._min_tokens:
@@ -159,9 +163,7 @@ class Frontend(InferenceServicer):
         return self._router.server_info()
 
     async def _resolve(self, request: pb.GenerateRequest) -> ResolvedRequest:
-        if len(request.resume.outputs) > 1:
-            raise InvalidArgument("resume", f"has {len(request.resume.outputs)} outputs: this request has 1")
-        received_ids = [token_id for output in request.resume.outputs for token_id in output.ids]
+        received_ids = [list(output.ids) for output in request.resume.outputs]
         field, prompt_ids = await asyncio.to_thread(self._prompt_ids, request)  # a long prompt takes a while
         params = _params(request.request_id or uuid.uuid4().hex, request.model, request.sampling)
         limits = await self._router.limits()
@@ -184,23 +186,36 @@ class Frontend(InferenceServicer):
         raise InvalidArgument("prompt", "is missing: set prompt, prompt_token_ids or chat")
 
     async def _stream(self, resolved: ResolvedRequest, events: Events) -> AsyncIterator[pb.GenerateResponse]:
-        sampling = resolved.sampling
-        output = Output(self._tokenizer, resolved.stop, sampling.min_tokens, sampling.logprobs is not None)
-        output.replay(resolved.received_ids)
-        if output.stop is not None:
-            self._router.finish(resolved.request_id, Finish(FinishReason.STOP, stop=output.stop))
+        outputs = self._outputs(resolved)
+        for output in outputs:
+            self._finish_at_stop(events, output)
         async for event in events:
+            output = outputs[event.output]
             if isinstance(event, Accept) and output.stop is None:
-                delta = output.push(event.tokens)
-                yield pb.GenerateResponse(delta=delta)
-                if output.stop is not None:
-                    self._router.finish(resolved.request_id, Finish(FinishReason.STOP, stop=output.stop))
+                yield pb.GenerateResponse(delta=output.push(event.tokens))
+                self._finish_at_stop(events, output)
             elif isinstance(event, End):
                 if isinstance(event.outcome, PdserveError):
                     raise event.outcome
+                output.end = event
                 if output.stop is None and (rest := output.finish()):
-                    yield pb.GenerateResponse(delta=pb.Delta(text=rest))
-                yield pb.GenerateResponse(finished=_finished(event, event.outcome, resolved, output))
+                    yield pb.GenerateResponse(delta=pb.Delta(output_index=output.index, text=rest))
+        yield pb.GenerateResponse(finished=_finished(resolved, outputs))
+
+    def _outputs(self, resolved: ResolvedRequest) -> list[Output]:
+        """The outputs where the client has them."""
+        sampling, with_logprobs = resolved.sampling, resolved.sampling.logprobs is not None
+        outputs = [
+            Output(self._tokenizer, resolved.stop, sampling.min_tokens, with_logprobs, index)
+            for index in range(len(resolved.received_ids))
+        ]
+        for output, token_ids in zip(outputs, resolved.received_ids, strict=True):
+            output.replay(token_ids)
+        return outputs
+
+    def _finish_at_stop(self, events: Events, output: Output) -> None:
+        if output.stop is not None:
+            self._router.finish(events, output.index, Finish(FinishReason.STOP, stop=output.stop))
 
 
 def _params(request_id: str, model: str, sampling: pb.SamplingParams) -> GenerateParams:
@@ -225,6 +240,7 @@ def _params(request_id: str, model: str, sampling: pb.SamplingParams) -> Generat
         repetition_penalty=given("repetition_penalty"),
         min_tokens=given("min_tokens"),
         logit_bias=tuple(sampling.logit_bias.items()),
+        n=given("n"),
     )
 
 
@@ -237,21 +253,29 @@ def _started(resolved: ResolvedRequest) -> pb.Started:
     )
 
 
-def _finished(event: End, finish: Finish, resolved: ResolvedRequest, output: Output) -> pb.Finished:
-    if output.stop is not None:  # also where the worker's own end and the text's came together
-        finish = Finish(FinishReason.STOP, stop=output.stop)
-    usage = Usage(len(resolved.prompt_ids), output.token_count)
+def _finished(resolved: ResolvedRequest, outputs: list[Output]) -> pb.Finished:
+    usage = Usage(len(resolved.prompt_ids), sum(output.token_count for output in outputs))
+    ends = [output.end for output in outputs if output.end is not None]
     return pb.Finished(
-        finish_reason=_FINISH_REASONS[finish.reason],
-        stop=finish.stop,
-        stop_token_id=finish.stop_token_id,
+        outputs=[_output_end(output) for output in outputs],
         usage=pb.Usage(
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
             cached_tokens=usage.cached_tokens,
         ),
-        exact=event.exact,
-        attempts=event.attempts,
+        exact=all(end.exact for end in ends),
+        attempts=max(end.attempts for end in ends),
+    )
+
+
+def _output_end(output: Output) -> pb.OutputEnd:
+    assert output.end is not None
+    finish = output.end.outcome
+    assert isinstance(finish, Finish)
+    if output.stop is not None:  # also where the worker's own end and the text's came together
+        finish = Finish(FinishReason.STOP, stop=output.stop)
+    return pb.OutputEnd(
+        finish_reason=_FINISH_REASONS[finish.reason], stop=finish.stop, stop_token_id=finish.stop_token_id
     )
 
 

@@ -77,6 +77,11 @@ class Membership:
             member.load = load
             member.renewed_at = now
 
+    def excuse(self, seconds: float) -> None:
+        """This router has not been able to listen for so long: nobody's silence counts."""
+        for member in self._members.values():
+            member.renewed_at += seconds
+
     def leave(self, incarnation: str) -> bool:
         """Remove a worker; False if it was no member."""
         member = self._members.pop(incarnation, None)

@@ -1,6 +1,6 @@
 """The router as a process: joins dispatch, membership, the Session streams and the gRPC front on one event loop.
 
-It carries out what the pure cores decide. Nothing here decides anything.
+It carries what control.py decides. Nothing here decides anything.
 """
 
 from __future__ import annotations
@@ -21,33 +21,19 @@ from grpc_reflection.v1alpha import reflection
 from pdserve import logs
 from pdserve.clock import Clock, SystemClock
 from pdserve.config import RouterConfig
-from pdserve.errors import Cancelled, ConfigError, NotFound, PdserveError, Unavailable
-from pdserve.rpc import cluster_pb2 as pb
+from pdserve.errors import ConfigError, NotFound, PdserveError, Unavailable
 from pdserve.rpc import cluster_pb2_grpc, convert, inference_pb2, inference_pb2_grpc
-from pdserve.types import Finish, Load, ModelLimits, Owner, Role, SampledToken, Ticket
-from router.actions import (
-    Abort,
-    Accept,
-    Action,
-    End,
-    Fallback,
-    PrefillLocally,
-    Request,
-    Retry,
-    SenderLost,
-    StartDecode,
-    StartPrefill,
-)
-from router.dispatch import Dispatch
+from pdserve.types import Finish, ModelLimits, Role
+from router.actions import Accept, End, Request
+from router.control import Control
 from router.frontend import Frontend
-from router.membership import Membership
-from router.policies import LeastLoaded
-from router.sessions import Sessions, WorkerSession
+from router.sessions import Sessions
 from router.text import Tokenizer
 
 _log = logs.logger("router")
 
 _TICK_S = 0.05
+_STALL_S = 0.25  # between two ticks: more says that the router itself got no processor
 _SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 _HEALTH_SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _SERVER_OPTIONS = (
@@ -56,26 +42,28 @@ _SERVER_OPTIONS = (
     ("grpc.so_reuseport", 1),  # whoever starts the router may hold its ports for it
     ("grpc.keepalive_time_ms", 30_000),  # a peer whose machine has vanished sends no goodbye
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),  # clients and workers ask for signs of life too
 )
 
 
 class RequestStream:
-    """What has happened to one request, for the handler that serves its client. Bounded by max_tokens."""
+    """What has happened to one request's outputs, for the handler that serves its client. Bounded by max_tokens."""
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, n: int) -> None:
         self.request_id = request_id
+        self._left = n
         self._events: asyncio.Queue[Accept | End] = asyncio.Queue()
 
-    def put(self, event: Accept | End) -> None:
+    def put(self, event: Accept | End) -> bool:
+        """Add an event; True if it is the last one."""
         self._events.put_nowait(event)
+        self._left -= isinstance(event, End)
+        return self._left == 0
 
     async def __aiter__(self) -> AsyncIterator[Accept | End]:
-        """All events in order; the last one is the End."""
-        while True:
-            event = await self._events.get()
-            yield event
-            if isinstance(event, End):
-                return
+        """All events in order, until each output has had its End."""
+        while self._left or not self._events.empty():
+            yield await self._events.get()
 
 
 class Router:
@@ -89,12 +77,10 @@ class Router:
         self.grpc_address = ""
         self.session_address = ""
         self._config = config
-        self._clock = clock or SystemClock()
-        self._membership = Membership(config.worker_timeout_ms / 1000)
-        self._dispatch = Dispatch(self.incarnation, self._membership, LeastLoaded(), config)
+        self._control = Control(self.incarnation, config, clock or SystemClock(), self)
+        self._membership = self._control.membership
+        self._dispatch = self._control.dispatch
         self._tokenizer = Tokenizer.load(model_directory)
-        self._sessions: dict[str, WorkerSession] = {}
-        self._streams: dict[str, RequestStream] = {}
         self._limits: ModelLimits | None = None
         self._eos_token_ids: tuple[int, ...] = ()
         self._first_join = asyncio.Event()
@@ -118,7 +104,11 @@ class Router:
         self.grpc_address = await self._listen(front, self._config.grpc_port)
         back = grpc.aio.server(options=_SERVER_OPTIONS)
         sessions = Sessions(
-            self.incarnation, self.model, self, self._config.renew_interval_ms, self._config.worker_timeout_ms
+            self.incarnation,
+            self.model,
+            self._control,
+            self._config.renew_interval_ms,
+            self._config.worker_timeout_ms,
         )
         cluster_pb2_grpc.add_ClusterServicer_to_server(sessions, back)
         self.session_address = await self._listen(back, self._config.session_port)
@@ -153,12 +143,15 @@ class Router:
         return f"{self._config.host}:{bound}"
 
     async def _tick_forever(self) -> None:
+        last = self._clock.now()
         while True:
             await asyncio.sleep(_TICK_S)
             now = self._clock.now()
-            for incarnation in self._membership.expire(now):
-                self._lose(incarnation, "no renewal in time")
-            self._perform(self._dispatch.tick(now))
+            if now - last > _STALL_S:
+                _log.warning("this router was stalled", seconds=round(now - last, 3))
+                self._control.membership.excuse(now - last)
+            last = now
+            self._control.tick()
 
     async def _update_health(self) -> None:
         serving = not self._draining and any(not member.load.draining for member in self._membership)
@@ -181,27 +174,21 @@ class Router:
         """Take a request over; a resumed one from whoever had it. Raises AlreadyExists or ResourceExhausted."""
         if self._draining:
             raise Unavailable("this router is shutting down; ask another one")
-        if resumed:
-            self.cancel(request.request_id, Cancelled("the client resumed this request over another connection"))
-        actions = self._dispatch.submit(request, self._clock.now())
-        stream = RequestStream(request.request_id)
-        self._streams[request.request_id] = stream
-        self._perform(actions)
+        stream = RequestStream(request.request_id, request.n)
+        self._control.submit(request, stream, resumed)
         return stream
 
     def abandon(self, stream: RequestStream) -> None:
         """Nobody listens any more: end the request if it has not ended. Its id may be another request's by now."""
-        if self._streams.get(stream.request_id) is stream:
-            self.cancel(stream.request_id)
+        self._control.abandon(stream)
 
     def cancel(self, request_id: str, error: PdserveError | None = None) -> bool:
         """End a request with an error; False if it is not in flight."""
-        actions = self._dispatch.cancel(request_id, error)
-        self._perform(actions)
-        return bool(actions)
+        return self._control.cancel(request_id, error)
 
-    def finish(self, request_id: str, finish: Finish) -> None:
-        self._perform(self._dispatch.finish(request_id, finish))
+    def finish(self, stream: RequestStream, output: int, finish: Finish) -> None:
+        """End an output regularly: a stop string matched in its text."""
+        self._control.finish(stream, output, finish)
 
     async def wait_members(self, worker_ids: frozenset[str]) -> None:
         """Return once all these workers are members. The caller sets the deadline."""
@@ -215,7 +202,7 @@ class Router:
         if member is None:
             known = ", ".join(sorted(member.info.worker_id for member in self._membership)) or "none"
             raise NotFound(f"worker_id: no worker {worker_id!r} is alive; there are: {known}")
-        self._send(member.info.incarnation, pb.RouterMessage(drain=pb.Drain(cancel=cancel)))
+        self._control.drain_worker(member.info.incarnation, cancel)
 
     def model_info(self, limits: ModelLimits) -> inference_pb2.ModelInfo:
         return inference_pb2.ModelInfo(
@@ -261,55 +248,14 @@ class Router:
             workers=sorted(workers, key=lambda worker: (worker.role != Role.PREFILL.value, worker.worker_id)),
         )
 
-    # The streams' events.
+    # What the control tells.
 
-    def worker_joined(self, session: WorkerSession) -> None:
-        info, now = session.info, self._clock.now()
-        former = self._sessions.pop(info.incarnation, None)
-        if former is not None:
-            former.close()
-        for replaced in self._membership.join(info, now):
-            self._lose(replaced, f"replaced by {info.incarnation}")
-        self._sessions[info.incarnation] = session
-        self._note_limits()
-        _log.info("worker joined", worker=info.incarnation, role=info.role.value, pid=info.pid)
-        self._perform(self._dispatch.on_worker_joined(now))
-        asyncio.get_running_loop().create_task(self._update_health())
+    def all_ended(self) -> None:
+        self._all_ended.set()
 
-    def worker_left(self, session: WorkerSession, reason: str) -> None:
-        if self._sessions.get(session.info.incarnation) is session:
-            self._membership.leave(session.info.incarnation)
-            self._lose(session.info.incarnation, reason)
-
-    def renewed(self, worker: str, load: Load) -> None:
-        now = self._clock.now()
-        member = self._membership.get(worker)
-        turned = member is not None and member.load.draining != load.draining
-        self._membership.renew(worker, load, now)
-        if turned:
-            _log.info("worker draining" if load.draining else "worker serves again", worker=worker)
-            self._perform(self._dispatch.on_worker_joined(now))
-            asyncio.get_running_loop().create_task(self._update_health())
-
-    def ticket(self, worker: str, owner: Owner, ticket: Ticket) -> None:
-        self._perform(self._dispatch.on_ticket(worker, owner, ticket, self._clock.now()))
-
-    def local_prefill(self, worker: str, owner: Owner, reason: str) -> None:
-        self._perform(self._dispatch.on_local_prefill(worker, owner, reason))
-
-    def tokens(self, worker: str, owner: Owner, first_position: int, tokens: tuple[SampledToken, ...]) -> None:
-        self._perform(self._dispatch.on_tokens(worker, owner, first_position, tokens, self._clock.now()))
-
-    def terminal(self, worker: str, owner: Owner, outcome: Finish | PdserveError | None) -> None:
-        self._perform(self._dispatch.on_terminal(worker, owner, outcome, self._clock.now()))
-
-    def _lose(self, incarnation: str, reason: str) -> None:
-        """A worker is no member any more: break its session, make its attempts anew."""
-        _log.warning("worker lost", worker=incarnation, reason=reason)
-        session = self._sessions.pop(incarnation, None)
-        if session is not None:
-            session.close()
-        self._perform(self._dispatch.on_worker_lost(incarnation, self._clock.now()))
+    def members_changed(self) -> None:
+        if len(list(self._membership)):
+            self._note_limits()
         asyncio.get_running_loop().create_task(self._update_health())
 
     def _note_limits(self) -> None:
@@ -322,56 +268,3 @@ class Router:
         self._eos_token_ids = next(iter(self._membership)).info.eos_token_ids
         self._first_join.set()
         self._joined.set()
-
-    # What the cores decided.
-
-    def _perform(self, actions: list[Action]) -> None:
-        for action in actions:
-            match action:
-                case StartDecode():
-                    _log.info("attempt started", owner=action.owner, decode=action.worker, local=action.local_prefill)
-                    start = pb.StartDecode(sequence=_sequence(action), local_prefill=action.local_prefill)
-                    self._send(action.worker, pb.RouterMessage(start_decode=start))
-                case StartPrefill():
-                    ticket = convert.ticket_to_proto(action.owner, action.ticket)
-                    start_prefill = pb.StartPrefill(sequence=_sequence(action), ticket=ticket)
-                    self._send(action.worker, pb.RouterMessage(start_prefill=start_prefill))
-                case SenderLost():
-                    lost = pb.SenderLost(
-                        owner=convert.owner_to_proto(action.owner),
-                        epoch=action.epoch,
-                        error_code=action.error.code,
-                        error_message=str(action.error),
-                    )
-                    self._send(action.worker, pb.RouterMessage(sender_lost=lost))
-                case PrefillLocally():
-                    local = pb.PrefillLocally(owner=convert.owner_to_proto(action.owner))
-                    self._send(action.worker, pb.RouterMessage(prefill_locally=local))
-                case Abort():
-                    abort = pb.Abort(owner=convert.owner_to_proto(action.owner))
-                    self._send(action.worker, pb.RouterMessage(abort=abort))
-                case Accept():
-                    self._streams[action.request_id].put(action)
-                case End():
-                    self._streams.pop(action.request_id).put(action)
-                    if not self._streams:
-                        self._all_ended.set()
-                case Fallback():
-                    _log.warning("fallback", owner=action.owner, rung=action.rung, reason=action.reason)
-                case Retry():
-                    _log.warning("attempt failed", owner=action.owner, phase=action.phase, reason=action.reason)
-
-    def _send(self, worker: str, message: pb.RouterMessage) -> None:
-        """To a worker that has just gone, nothing: its loss is an event of its own."""
-        session = self._sessions.get(worker)
-        if session is not None:
-            session.send(message)
-
-
-def _sequence(action: StartDecode | StartPrefill) -> pb.Sequence:
-    return pb.Sequence(
-        owner=convert.owner_to_proto(action.owner),
-        prompt_ids=action.request.prompt_ids,
-        output_ids=action.output_ids,
-        sampling=convert.sampling_to_proto(action.request.params),
-    )

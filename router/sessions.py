@@ -18,6 +18,7 @@ from pdserve.rpc import cluster_pb2 as pb
 from pdserve.rpc import convert
 from pdserve.rpc.cluster_pb2_grpc import ClusterServicer
 from pdserve.types import Finish, Load, Owner, SampledToken, Ticket, WorkerInfo
+from router.control import Session
 
 _log = logs.logger("router")
 
@@ -28,9 +29,9 @@ _MAX_UNSENT = 10_000
 class SessionEvents(Protocol):
     """What the streams tell the router, on its event loop."""
 
-    def worker_joined(self, session: WorkerSession) -> None: ...
+    def worker_joined(self, session: Session) -> None: ...
 
-    def worker_left(self, session: WorkerSession, reason: str) -> None: ...
+    def worker_left(self, session: Session, reason: str) -> None: ...
 
     def renewed(self, worker: str, load: Load) -> None: ...
 
@@ -121,7 +122,7 @@ class Sessions(ClusterServicer):
 
     async def _read(self, worker: str, messages: AsyncIterator[pb.WorkerMessage]) -> None:
         async for message in messages:
-            self._handle(worker, message)
+            deliver(worker, message, self._events)
 
     async def _receive_hello(self, messages: AsyncIterator[pb.WorkerMessage]) -> WorkerInfo:
         first = await asyncio.wait_for(anext(messages), _HELLO_TIMEOUT_S)
@@ -132,26 +133,27 @@ class Sessions(ClusterServicer):
             raise FailedPrecondition(f"model: worker {info.worker_id} has {info.model!r}, this router {self._model!r}")
         return info
 
-    def _handle(self, worker: str, message: pb.WorkerMessage) -> None:
-        events = self._events
-        match message.WhichOneof("message"):
-            case "load":
-                events.renewed(worker, convert.load_from_proto(message.load))
-            case "tokens":
-                for item in message.tokens.batch:
-                    tokens = tuple(convert.token_from_proto(token) for token in item.tokens)
-                    events.tokens(worker, convert.owner_from_proto(item.owner), item.first_position, tokens)
-            case "ticket":
-                owner = convert.owner_from_proto(message.ticket.owner)
-                events.ticket(worker, owner, convert.ticket_from_proto(message.ticket))
-            case "local_prefill":
-                owner = convert.owner_from_proto(message.local_prefill.owner)
-                events.local_prefill(worker, owner, message.local_prefill.reason)
-            case "terminal":
-                owner = convert.owner_from_proto(message.terminal.owner)
-                events.terminal(worker, owner, convert.terminal_from_proto(message.terminal))
-            case unexpected:
-                raise ProtocolError(f"unexpected message {unexpected} from {worker}")
+
+def deliver(worker: str, message: pb.WorkerMessage, events: SessionEvents) -> None:
+    """Tell the router what a worker's message says. Raises ProtocolError for one that should not come."""
+    match message.WhichOneof("message"):
+        case "load":
+            events.renewed(worker, convert.load_from_proto(message.load))
+        case "tokens":
+            for item in message.tokens.batch:
+                tokens = tuple(convert.token_from_proto(token) for token in item.tokens)
+                events.tokens(worker, convert.owner_from_proto(item.owner), item.first_position, tokens)
+        case "ticket":
+            owner = convert.owner_from_proto(message.ticket.owner)
+            events.ticket(worker, owner, convert.ticket_from_proto(message.ticket))
+        case "local_prefill":
+            owner = convert.owner_from_proto(message.local_prefill.owner)
+            events.local_prefill(worker, owner, message.local_prefill.reason)
+        case "terminal":
+            owner = convert.owner_from_proto(message.terminal.owner)
+            events.terminal(worker, owner, convert.terminal_from_proto(message.terminal))
+        case unexpected:
+            raise ProtocolError(f"unexpected message {unexpected} from {worker}")
 
 
 def _being_cancelled() -> bool:

@@ -26,6 +26,7 @@ MAX_STOP_CHARS: Final = 256
 MAX_STOP_TOKEN_IDS: Final = 128
 MAX_LOGPROBS: Final = 20
 MAX_LOGIT_BIASES: Final = 1024
+MAX_OUTPUTS: Final = 64
 
 # Below this a temperature counts as 0, as elsewhere in the ecosystem: it is greedy but for rounding.
 GREEDY_TEMPERATURE: Final = 1e-5
@@ -52,6 +53,7 @@ class GenerateParams:
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
+    n: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class ResolvedRequest:
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     stop: tuple[str, ...]
-    received_ids: tuple[int, ...] = ()
+    received_ids: tuple[tuple[int, ...], ...] = ((),)  # by output
 
 
 def resolve_request(
@@ -73,12 +75,13 @@ def resolve_request(
     served_model: str,
     *,
     prompt_field: str = "prompt",
-    received_ids: Sequence[int] = (),
+    received_ids: Sequence[Sequence[int]] = (),
 ) -> ResolvedRequest:
-    """Check everything and fill in every default, or raise InvalidArgument. `received_ids`: of a resumed request.
+    """Check everything and fill in every default, or raise InvalidArgument.
 
     `prompt_field` is the public field that the ids came from: prompt, prompt_token_ids or chat. `limits` are the
-    smallest of the workers that may serve it. Equal arguments give an equal result, the seed included.
+    smallest of the workers that may serve it. `received_ids`: what a resumed request's client has, by output. Equal
+    arguments give an equal result, the seed included.
     """
     _check_request_id(params.request_id)
     if params.model not in ("", served_model):
@@ -104,10 +107,8 @@ def resolve_request(
         ignore_eos=params.ignore_eos,
         logprobs=_logprobs(params.logprobs),
     )
-    _check_received(received_ids, max_tokens, limits.vocab_size)
-    return ResolvedRequest(
-        params.request_id, served_model, tuple(prompt_ids), sampling, params.stop, tuple(received_ids)
-    )
+    received = _received(received_ids, _n(params.n), max_tokens, limits.vocab_size)
+    return ResolvedRequest(params.request_id, served_model, tuple(prompt_ids), sampling, params.stop, received)
 
 
 def check_prompt_text(text: str) -> None:
@@ -250,16 +251,30 @@ def _max_tokens(value: int | None, prompt_tokens: int, room: int) -> int:
     return value
 
 
-def _check_received(token_ids: Sequence[int], max_tokens: int, vocab_size: int) -> None:
-    if len(token_ids) > max_tokens:
-        raise InvalidArgument(
-            "resume", f"has {len(token_ids)} tokens: at most {max_tokens}, max_tokens, can be received"
-        )
-    for index, token_id in enumerate(token_ids):
-        if not 0 <= token_id < vocab_size:
+def _n(value: int | None) -> int:
+    n = 1 if value is None else value
+    if not 1 <= n <= MAX_OUTPUTS:
+        raise InvalidArgument("n", f"is {n}: must be between 1 and {MAX_OUTPUTS}")
+    return n
+
+
+def _received(
+    outputs: Sequence[Sequence[int]], n: int, max_tokens: int, vocab_size: int
+) -> tuple[tuple[int, ...], ...]:
+    """What was received of each of the n outputs."""
+    if len(outputs) > n:
+        raise InvalidArgument("resume", f"has {len(outputs)} outputs: this request has {n}")
+    for token_ids in outputs:
+        if len(token_ids) > max_tokens:
             raise InvalidArgument(
-                "resume", f"token {index} is {token_id}: must be in [0, {vocab_size - 1}], the vocabulary"
+                "resume", f"has {len(token_ids)} tokens: at most {max_tokens}, max_tokens, can be received"
             )
+        for index, token_id in enumerate(token_ids):
+            if not 0 <= token_id < vocab_size:
+                raise InvalidArgument(
+                    "resume", f"token {index} is {token_id}: must be in [0, {vocab_size - 1}], the vocabulary"
+                )
+    return tuple(tuple(outputs[index]) if index < len(outputs) else () for index in range(n))
 
 
 def _min_tokens(value: int | None, max_tokens: int) -> int:

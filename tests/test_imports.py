@@ -33,7 +33,7 @@ ALLOWED = {
     "deploy": PACKAGES - {"deploy"},
 }
 HEAVY = {"torch", "zmq", "triton", "ray", "transformers"}
-NOT_IN = {"router": HEAVY, "pdserve": HEAVY, "kvtransfer": HEAVY - {"zmq"}}
+NOT_IN = {"router": HEAVY, "pdserve": HEAVY, "kvtransfer": HEAVY - {"zmq", "torch"}}
 
 PURE_CORES = [
     "engine.blocks",
@@ -49,6 +49,7 @@ PURE_CORES = [
     "kvtransfer.exchange",
     "router.membership",
     "router.policies",
+    "router.control",
     "router.dispatch",
     "router.validation",
     "pdserve.types",
@@ -86,9 +87,10 @@ def test_imports_follow_the_table(package):
     assert not wrong, "\n".join(wrong)
 
 
-def test_zmq_is_imported_only_by_its_transport():
-    users = {path.name for path in files("kvtransfer") for name, _ in imported(path) if name == "zmq"}
-    assert users == {"zmq.py"}
+@pytest.mark.parametrize(("package", "file"), [("zmq", "zmq.py"), ("torch", "distributed.py")])
+def test_heavy_package_is_imported_only_by_its_transport(package, file):
+    users = {path.name for path in files("kvtransfer") for name, _ in imported(path) if name == package}
+    assert users == {file}
 
 
 @pytest.mark.parametrize("module", PURE_CORES)

@@ -9,7 +9,8 @@ message go to somebody who is not there: it waits in a bounded outbox or is repo
 far above what credit allows to be on its way; credit, not ZMQ, bounds memory.
 
 Payloads are passed to ZMQ and taken from it without a copy. Endpoints: ipc:// in a folder that only this user can
-enter, or tcp://. Links above must be trusted or of one host: this transport authenticates nobody.
+enter, or tcp:// with CURVE: both ends prove that they have the cluster's key, and everything is encrypted. Who has not
+does not get past the handshake, which `receive` answers (ZAP).
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import os
 import socket
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
 import zmq
+from zmq.utils import z85
 
 from kvtransfer.frames import MAX_PAYLOAD_BYTES
 from kvtransfer.transports.base import Event, Message, Part, Peer, PeerLost
@@ -33,6 +36,7 @@ _MAX_BATCH = 64  # messages of one receive
 _RETRY_MS = 5  # between tries for a connected peer's full queue
 _RECONNECT_MS, _RECONNECT_MAX_MS = 50, 1_000
 _MAX_IPC_PATH_BYTES = 107
+_ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # ZMQ asks there who may come in
 
 
 def ipc_endpoint(folder: Path, incarnation: str) -> str:
@@ -54,11 +58,24 @@ def ipc_endpoint(folder: Path, incarnation: str) -> str:
     return f"ipc://{path}"
 
 
+@dataclass(frozen=True, slots=True)
+class CurveKey:
+    """A cluster's key pair, both halves in Z85: who holds it belongs to the cluster."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+    @classmethod
+    def generate(cls) -> CurveKey:
+        return cls(*zmq.curve_keypair())
+
+
 class ZmqTransport:
     """A Transport. Binds `endpoint` ("tcp://127.0.0.1:*" takes any port) on construction.
 
     `identity`: 1 to 255 bytes that no other process has, the first not zero. `max_part_bytes`: a peer that sends more
-    is cut off. `max_waiting`: messages that may wait for a peer. Raises ConfigError where it cannot bind.
+    is cut off. `max_waiting`: messages that may wait for a peer. `key`: only who has it too gets in or is talked to;
+    None: anybody, in the clear. Raises ConfigError where it cannot bind.
     """
 
     def __init__(
@@ -67,16 +84,23 @@ class ZmqTransport:
         identity: bytes,
         max_part_bytes: int = MAX_PAYLOAD_BYTES,
         max_waiting: int = 65_536,
+        key: CurveKey | None = None,
     ) -> None:
         if not 1 <= len(identity) <= 255 or identity[0] == 0:
             raise ConfigError(f"identity {identity!r}: must be 1 to 255 bytes, the first not zero")
         self._identity = identity
         self._max_part_bytes = max_part_bytes
         self._max_waiting = max_waiting
+        self._key = key
         self._context = zmq.Context()
+        self._gatekeeper = self._open_gate() if key is not None else None
         self._router = self._socket(zmq.ROUTER)
         self._router.set(zmq.ROUTER_MANDATORY, 1)
         self._router.set(zmq.ROUTER_HANDOVER, 1)
+        if key is not None:
+            self._router.set(zmq.CURVE_SERVER, 1)
+            self._router.set(zmq.CURVE_SECRETKEY, key.secret)
+            self._router.set_string(zmq.ZAP_DOMAIN, "kv")
         try:
             self._router.bind(endpoint)
         except zmq.ZMQError as error:
@@ -92,6 +116,8 @@ class ZmqTransport:
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._wake_reader.fileno(), zmq.POLLIN)
+        if self._gatekeeper is not None:
+            self._poller.register(self._gatekeeper, zmq.POLLIN)
 
     @property
     def endpoint(self) -> str:
@@ -105,6 +131,10 @@ class ZmqTransport:
             dealer.set(zmq.IMMEDIATE, 1)
             dealer.set(zmq.RECONNECT_IVL, _RECONNECT_MS)
             dealer.set(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
+            if self._key is not None:
+                dealer.set(zmq.CURVE_SERVERKEY, self._key.public)
+                dealer.set(zmq.CURVE_PUBLICKEY, self._key.public)
+                dealer.set(zmq.CURVE_SECRETKEY, self._key.secret)
             try:
                 dealer.connect(endpoint)
             except zmq.ZMQError as error:
@@ -139,6 +169,8 @@ class ZmqTransport:
         ready = dict(self._poller.poll(timeout_ms))
         if self._wake_reader.fileno() in ready:
             self._drain_wakes()
+        if self._gatekeeper is not None and self._gatekeeper in ready:
+            self._answer_at_gate(self._gatekeeper)
         for peer in list(self._outboxes):
             self._flush(peer)
         events: list[Event] = [*self._lost]
@@ -176,6 +208,27 @@ class ZmqTransport:
         made.set(zmq.SNDHWM, _HIGH_WATER)
         made.set(zmq.RCVHWM, _HIGH_WATER)
         return made
+
+    def _open_gate(self) -> zmq.Socket[bytes]:
+        gatekeeper = self._context.socket(zmq.ROUTER)
+        gatekeeper.set(zmq.LINGER, 0)
+        gatekeeper.bind(_ZAP_ENDPOINT)
+        return gatekeeper
+
+    def _answer_at_gate(self, gatekeeper: zmq.Socket[bytes]) -> None:
+        """Let in who has proved to hold our key, as RFC 27 (ZAP) has it."""
+        assert self._key is not None
+        ours = z85.decode(self._key.public)
+        for _ in range(_MAX_BATCH):
+            try:
+                asker, empty, version, request, _domain, _address, _identity, mechanism, *credentials = (
+                    gatekeeper.recv_multipart(zmq.NOBLOCK)
+                )
+            except zmq.Again:
+                return
+            known = mechanism == b"CURVE" and credentials == [ours]
+            verdict = (b"200", b"OK", b"pdserve") if known else (b"400", b"the key is not this cluster's", b"")
+            gatekeeper.send_multipart([asker, empty, version, request, *verdict, b""])
 
     def _try_send(self, peer: Peer, parts: Sequence[Part]) -> bool:
         """Hand a message to ZMQ. False: not now. A peer that is not there loses it."""

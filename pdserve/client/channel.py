@@ -22,6 +22,8 @@ MAX_MESSAGE_BYTES: Final = 32 * 1024 * 1024  # received; what is sent, the route
 
 CHANNEL_OPTIONS: Final = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),  # a router whose machine has vanished sends no goodbye
+    ("grpc.keepalive_timeout_ms", 5_000),
     # A router is reached directly; a proxy meant for the web would swallow even calls to this host.
     ("grpc.enable_http_proxy", 0),
 )

@@ -9,8 +9,16 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral  # numpy's integers too
 from typing import Any, TypedDict, cast
 
+from google.protobuf.descriptor import FieldDescriptor
+
 from pdserve.errors import InvalidArgument
 from pdserve.rpc import inference_pb2 as pb
+
+_RANGES = {
+    FieldDescriptor.CPPTYPE_INT32: f"must be between {-(2**31)} and {2**31 - 1}",
+    FieldDescriptor.CPPTYPE_UINT32: f"must be between 0 and {2**32 - 1}",
+    FieldDescriptor.CPPTYPE_UINT64: f"must be between 0 and {2**64 - 1}",
+}
 
 Message = Mapping[str, str] | tuple[str, str]  # {"role": ..., "content": ...} or (role, content)
 Prompt = str | Sequence[int] | Sequence[Message]  # text, token ids or a chat
@@ -40,6 +48,7 @@ class GenerateOptions(TypedDict, total=False):
     repetition_penalty: float | None
     min_tokens: int | None
     logit_bias: Mapping[int, float] | None
+    n: int | None
 
 
 def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
@@ -60,7 +69,8 @@ def _sampling(name: str, value: Any) -> pb.SamplingParams:
     try:
         return pb.SamplingParams(**{name: value})
     except ValueError as error:
-        raise InvalidArgument(name, f"is {value!r}: {error}") from None
+        allowed = _RANGES.get(pb.SamplingParams.DESCRIPTOR.fields_by_name[name].cpp_type, str(error))
+        raise InvalidArgument(name, f"is {value!r}: {allowed}") from None
 
 
 def _set_input(request: pb.GenerateRequest, prompt: Prompt) -> None:

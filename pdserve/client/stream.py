@@ -46,12 +46,24 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
+class OutputResult:
+    """One of a request's n outputs. `stop` is the stop string or token id that ended it."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: FinishReason
+    stop: str | int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
-    """A finished request. `stop` is the stop string or token id that ended it.
+    """A finished request. `text` to `stop` are those of its first output; `outputs` has all n.
 
     `exact` false: a failover had to compute part of it under another numerics fingerprint. `attempts` are the last
     router's; `resumptions`: how often the client went on at another router. Times are the client's: `ttft_ms` from the
-    call to the first token, `tpot_ms` from the first to the last arrival divided by tokens - 1, None below two tokens.
+    call to the first token, `tpot_ms` from the first output's first to its last arrival divided by tokens - 1, None
+    below two tokens.
     """
 
     request_id: str
@@ -63,6 +75,7 @@ class Result:
     logprobs: tuple[TokenLogprob, ...]
     finish_reason: FinishReason
     stop: str | int | None
+    outputs: tuple[OutputResult, ...]
     usage: Usage
     exact: bool
     attempts: int
@@ -101,9 +114,13 @@ class StreamFold:
             self.result = self._finish(event.finished, now_s)
         return None
 
-    def token_ids(self) -> tuple[int, ...]:
-        """All that were received so far."""
-        return tuple(token_id for delta in self._deltas for token_id in delta.token_ids)
+    def token_ids(self) -> list[tuple[int, ...]]:
+        """All that were received so far, by output."""
+        count = 1 + max((delta.output_index for delta in self._deltas), default=-1)
+        return [_token_ids(self._of(index)) for index in range(count)]
+
+    def _of(self, output_index: int) -> list[Delta]:
+        return [delta for delta in self._deltas if delta.output_index == output_index]
 
     def resume(self) -> None:
         """The stream broke off and begins again elsewhere, where it stood."""
@@ -117,27 +134,49 @@ class StreamFold:
 
     def _finish(self, finished: pb.Finished, now_s: float) -> Result:
         assert self.started is not None
-        stop_kind = finished.WhichOneof("stop_match")
-        token_ids = self.token_ids()
-        arrivals = [delta.arrived_s for delta in self._deltas if delta.token_ids]
+        if not finished.outputs:
+            raise ProtocolError("the router finished without any output")
+        outputs = tuple(_output(end, self._of(index)) for index, end in enumerate(finished.outputs))
+        first = outputs[0]
+        arrivals = [delta.arrived_s for delta in self._of(0) if delta.token_ids]
         return Result(
             request_id=self.started.request_id,
             model=self.started.model,
             seed=self.started.seed,
             prompt_token_ids=self.started.prompt_token_ids,
-            text="".join(delta.text for delta in self._deltas),
-            token_ids=token_ids,
-            logprobs=tuple(logprob for delta in self._deltas for logprob in delta.logprobs),
-            finish_reason=_finish_reason(finished.finish_reason),
-            stop=None if stop_kind is None else getattr(finished, stop_kind),
+            text=first.text,
+            token_ids=first.token_ids,
+            logprobs=first.logprobs,
+            finish_reason=first.finish_reason,
+            stop=first.stop,
+            outputs=outputs,
             usage=Usage(finished.usage.prompt_tokens, finished.usage.completion_tokens, finished.usage.cached_tokens),
             exact=finished.exact,
             attempts=finished.attempts,
             resumptions=self.resumptions,
             ttft_ms=(arrivals[0] - self._sent_s) * 1e3 if arrivals else None,
-            tpot_ms=(arrivals[-1] - arrivals[0]) * 1e3 / (len(token_ids) - 1) if len(token_ids) > 1 else None,
+            tpot_ms=_tpot_ms(arrivals, len(first.token_ids)),
             e2e_ms=(now_s - self._sent_s) * 1e3,
         )
+
+
+def _output(end: pb.OutputEnd, deltas: list[Delta]) -> OutputResult:
+    stop_kind = end.WhichOneof("stop_match")
+    return OutputResult(
+        text="".join(delta.text for delta in deltas),
+        token_ids=_token_ids(deltas),
+        logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
+        finish_reason=_finish_reason(end.finish_reason),
+        stop=None if stop_kind is None else getattr(end, stop_kind),
+    )
+
+
+def _token_ids(deltas: list[Delta]) -> tuple[int, ...]:
+    return tuple(token_id for delta in deltas for token_id in delta.token_ids)
+
+
+def _tpot_ms(arrivals: list[float], tokens: int) -> float | None:
+    return (arrivals[-1] - arrivals[0]) * 1e3 / (tokens - 1) if tokens > 1 else None
 
 
 def _started(message: pb.Started) -> Started:

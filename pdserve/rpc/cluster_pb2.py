@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdserve.rpc import inference_pb2 as pdserve_dot_rpc_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pdserve/rpc/cluster.proto\x12\x12pdserve.cluster.v1\x1a\x1bpdserve/rpc/inference.proto\"\xb9\x02\n\rWorkerMessage\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.pdserve.cluster.v1.HelloH\x00\x12(\n\x04load\x18\x02 \x01(\x0b\x32\x18.pdserve.cluster.v1.LoadH\x00\x12,\n\x06ticket\x18\x03 \x01(\x0b\x32\x1a.pdserve.cluster.v1.TicketH\x00\x12,\n\x06tokens\x18\x04 \x01(\x0b\x32\x1a.pdserve.cluster.v1.TokensH\x00\x12\x30\n\x08terminal\x18\x05 \x01(\x0b\x32\x1c.pdserve.cluster.v1.TerminalH\x00\x12\x39\n\rlocal_prefill\x18\x06 \x01(\x0b\x32 .pdserve.cluster.v1.LocalPrefillH\x00\x42\t\n\x07message\"\xb8\x03\n\rRouterMessage\x12.\n\x07welcome\x18\x01 \x01(\x0b\x32\x1b.pdserve.cluster.v1.WelcomeH\x00\x12\x37\n\x0cstart_decode\x18\x02 \x01(\x0b\x32\x1f.pdserve.cluster.v1.StartDecodeH\x00\x12\x39\n\rstart_prefill\x18\x03 \x01(\x0b\x32 .pdserve.cluster.v1.StartPrefillH\x00\x12*\n\x05\x61\x62ort\x18\x04 \x01(\x0b\x32\x19.pdserve.cluster.v1.AbortH\x00\x12*\n\x05renew\x18\x05 \x01(\x0b\x32\x19.pdserve.cluster.v1.RenewH\x00\x12\x35\n\x0bsender_lost\x18\x06 \x01(\x0b\x32\x1e.pdserve.cluster.v1.SenderLostH\x00\x12=\n\x0fprefill_locally\x18\x07 \x01(\x0b\x32\".pdserve.cluster.v1.PrefillLocallyH\x00\x12*\n\x05\x64rain\x18\x08 \x01(\x0b\x32\x19.pdserve.cluster.v1.DrainH\x00\x42\t\n\x07message\"L\n\x05Owner\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06router\x18\x03 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\"\xf9\x01\n\x05Hello\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0c\n\x04role\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x0c\n\x04host\x18\x06 \x01(\t\x12\x13\n\x0bkv_endpoint\x18\x07 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x08 \x01(\t\x12\r\n\x05model\x18\t \x01(\t\x12\x12\n\nvocab_size\x18\n \x01(\r\x12\x15\n\rmax_model_len\x18\x0b \x01(\r\x12\x13\n\x0bpool_tokens\x18\x0c \x01(\r\x12\x15\n\reos_token_ids\x18\r \x03(\r\"Y\n\x07Welcome\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x0e\n\x06router\x18\x02 \x01(\t\x12\x19\n\x11renew_interval_ms\x18\x03 \x01(\r\x12\x12\n\ntimeout_ms\x18\x04 \x01(\r\"b\n\x04Load\x12\x0e\n\x06queued\x18\x01 \x01(\r\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\'\n\x06\x62locks\x18\x03 \x01(\x0b\x32\x17.pdserve.v1.BlockCounts\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\"\x8c\x01\n\x08Sequence\x12(\n\x05owner\x18\x01 \x01(\x0b\x32\x19.pdserve.cluster.v1.Owner\x12\x12\n\nprompt_ids\x18\x02 \x03(\r\x12\x12\n\noutput_ids\x18\x03 \x03(\r\x12.\n\x08sampling\x18\x04 \x01(\x0b\x32\x1c.pdserve.cluster.v1.Sampling\"\xd6\x02\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x15\n\x08logprobs\x18\t \x01(\rH\x00\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\n \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x0b \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x0c \x01(\x01\x12\x12\n\nmin_tokens\x18\r \x01(\r\x12\x31\n\nlogit_bias\x18\x0e \x03(\x0b\x32\x1d.pdserve.cluster.v1.LogitBiasB\x0b\n\t_logprobs\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x01\"T\n\x0bStartDecode\x12.\n\x08sequence\x18\x01 \x01(\x0b\x32\x1c.pdserve.cluster.v1.Sequence\x12\x15\n\rlocal_prefill\x18\x02 \x01(\x08\"j\n\x0cStartPrefill\x12.\n\x08sequence\x18\x01 \x01(\x0b\x32\x1c.pdserve.cluster.v1.Sequence\x12*\n\x06ticket\x18\x02 \x01(\x0b\x32\x1a.pdserve.cluster.v1.Ticket\"1\n\x05\x41\x62ort\x12(\n\x05owner\x18\x01 \x01(\x0b\x32\x19.pdserve.cluster.v1.Owner\"\x07\n\x05Renew\"\x17\n\x05\x44rain\x12\x0e\n\x06\x63\x61ncel\x18\x01 \x01(\x08\"p\n\nSenderLost\x12(\n\x05owner\x18\x01 \x01(\x0b\x32\x19.pdserve.cluster.v1.Owner\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x12\n\nerror_code\x18\x03 \x01(\t\x12\x15\n\rerror_message\x18\x04 \x01(\t\":\n\x0ePrefillLocally\x12(\n\x05owner\x18\x01 \x01(\x0b\x32\x19.pdserve.cluster.v1.Owner\"H\n\x0cLocalPrefill\x12(\n\x05owner\x18\x01 \x01(\x0b\x32\x19.pdserve.cluster.v1.Owner\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x8f\x01\n\x06Ticket\x12(\n\x05owner\x18\x01 \x01(\x0b\x32\x19.pdserve.cluster.v1.Owner\x12\x13\n\x0btransfer_id\x18\x02 \x01(\x0c\x12\r\n\x05\x65poch\x18\x03 \x01(\r\x12\x10\n\x08\x65ndpoint\x18\x04 \x01(\t\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\x0e\n\x06ttl_ms\x18\x06 \x01(\r\"8\n\x06Tokens\x12.\n\x05\x62\x61tch\x18\x01 \x03(\x0b\x32\x1f.pdserve.cluster.v1.OwnerTokens\"z\n\x0bOwnerTokens\x12(\n\x05owner\x18\x01 \x01(\x0b\x32\x19.pdserve.cluster.v1.Owner\x12\x16\n\x0e\x66irst_position\x18\x02 \x01(\r\x12)\n\x06tokens\x18\x03 \x03(\x0b\x32\x19.pdserve.cluster.v1.Token\"`\n\x05Token\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12#\n\x03top\x18\x03 \x03(\x0b\x32\x16.pdserve.v1.TopLogprobB\n\n\x08_logprob\"\xa4\x01\n\x08Terminal\x12(\n\x05owner\x18\x01 \x01(\x0b\x32\x19.pdserve.cluster.v1.Owner\x12\x15\n\rfinish_reason\x18\x02 \x01(\t\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nerror_code\x18\x04 \x01(\t\x12\x15\n\rerror_message\x18\x05 \x01(\tB\x10\n\x0e_stop_token_id2^\n\x07\x43luster\x12S\n\x07Session\x12!.pdserve.cluster.v1.WorkerMessage\x1a!.pdserve.cluster.v1.RouterMessage(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pdserve/rpc/cluster.proto\x12\x12pdserve.cluster.v1\x1a\x1bpdserve/rpc/inference.proto\"\xb9\x02\n\rWorkerMessage\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.pdserve.cluster.v1.HelloH\x00\x12(\n\x04load\x18\x02 \x01(\x0b\x32\x18.pdserve.cluster.v1.LoadH\x00\x12,\n\x06ticket\x18\x03 \x01(\x0b\x32\x1a.pdserve.cluster.v1.TicketH\x00\x12,\n\x06tokens\x18\x04 \x01(\x0b\x32\x1a.pdserve.cluster.v1.TokensH\x00\x12\x30\n\x08terminal\x18\x05 \x01(\x0b\x32\x1c.pdserve.cluster.v1.TerminalH\x00\x12\x39\n\rlocal_prefill\x18\x06 \x01(\x0b\x32 .pdserve.cluster.v1.LocalPrefillH\x00\x42\t\n\x07message\"\xb8\x03\n\rRouterMessage\x12.\n\x07welcome\x18\x01 \x01(\x0b\x32\x1b.pdserve.cluster.v1.WelcomeH\x00\x12\x37\n\x0cstart_decode\x18\x02 \x01(\x0b\x32\x1f.pdserve.cluster.v1.StartDecodeH\x00\x12\x39\n\rstart_prefill\x18\x03 \x01(\x0b\x32 .pdserve.cluster.v1.StartPrefillH\x00\x12*\n\x05\x61\x62ort\x18\x04 \x01(\x0b\x32\x19.pdserve.cluster.v1.AbortH\x00\x12*\n\x05renew\x18\x05 \x01(\x0b\x32\x19.pdserve.cluster.v1.RenewH\x00\x12\x35\n\x0bsender_lost\x18\x06 \x01(\x0b\x32\x1e.pdserve.cluster.v1.SenderLostH\x00\x12=\n\x0fprefill_locally\x18\x07 \x01(\x0b\x32\".pdserve.cluster.v1.PrefillLocallyH\x00\x12*\n\x05\x64rain\x18\x08 \x01(\x0b\x32\x19.pdserve.cluster.v1.DrainH\x00\x42\t\n\x07message\"\\\n\x05Owner\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06router\x18\x03 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\x0e\n\x06output\x18\x05 \x01(\r\"\xf9\x01\n\x05Hello\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0c\n\x04role\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x0c\n\x04host\x18\x06 \x01(\t\x12\x13\n\x0bkv_endpoint\x18\x07 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x08 \x01(\t\x12\r\n\x05model\x18\t \x01(\t\x12\x12\n\nvocab_size\x18\n \x01(\r\x12\x15\n\rmax_model_len\x18\x0b \x01(\r\x12\x13\n\x0bpool_tokens\x18\x0c \x01(\r\x12\x15\n\reos_token_ids\x18\r \x03(\r\"Y\n\x07Welcome\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x0e\n\x06router\x18\x02 \x01(\t\x12\x19\n\x11renew_interval_ms\x18\x03 \x01(\r\x12\x12\n\ntimeout_ms\x18\x04 \x01(\r\"b\n\x04Load\x12\x0e\n\x06queued\x18\x01 \x01(\r\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\'\n\x06\x62locks\x18\x03 \x01(\x0b\x32\x17.pdserve.v1.BlockCounts\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\"\x8c\x01\n\x08Sequence\x12(\n\x05owner\x18\x01 \x01(\x0b\x32\x19.pdserve.cluster.v1.Owner\x12\x12\n\nprompt_ids\x18\x02 \x03(\r\x12\x12\n\noutput_ids\x18\x03 \x03(\r\x12.\n\x08sampling\x18\x04 \x01(\x0b\x32\x1c.pdserve.cluster.v1.Sampling\"\xd6\x02\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x15\n\x08logprobs\x18\t \x01(\rH\x00\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\n \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x0b \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x0c \x01(\x01\x12\x12\n\nmin_tokens\x18\r \x01(\r\x12\x31\n\nlogit_bias\x18\x0e \x03(\x0b\x32\x1d.pdserve.cluster.v1.LogitBiasB\x0b\n\t_logprobs\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x01\"~\n\x0bStartDecode\x12.\n\x08sequence\x18\x01 \x01(\x0b\x32\x1c.pdserve.cluster.v1.Sequence\x12\x15\n\rlocal_prefill\x18\x02 \x01(\x08\x12(\n\x05share\x18\x03 \x01(\x0b\x32\x19.pdserve.cluster.v1.Owner\"j\n\x0cStartPrefill\x12.\n\x08sequence\x18\x01 \x01(\x0b\x32\x1c.pdserve.cluster.v1.Sequence\x12*\n\x06ticket\x18\x02 \x01(\x0b\x32\x1a.pdserve.cluster.v1.Ticket\"1\n\x05\x41\x62ort\x12(\n\x05owner\x18\x01 \x01(\x0b\x32\x19.pdserve.cluster.v1.Owner\"\x07\n\x05Renew\"\x17\n\x05\x44rain\x12\x0e\n\x06\x63\x61ncel\x18\x01 \x01(\x08\"p\n\nSenderLost\x12(\n\x05owner\x18\x01 \x01(\x0b\x32\x19.pdserve.cluster.v1.Owner\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x12\n\nerror_code\x18\x03 \x01(\t\x12\x15\n\rerror_message\x18\x04 \x01(\t\":\n\x0ePrefillLocally\x12(\n\x05owner\x18\x01 \x01(\x0b\x32\x19.pdserve.cluster.v1.Owner\"H\n\x0cLocalPrefill\x12(\n\x05owner\x18\x01 \x01(\x0b\x32\x19.pdserve.cluster.v1.Owner\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x8f\x01\n\x06Ticket\x12(\n\x05owner\x18\x01 \x01(\x0b\x32\x19.pdserve.cluster.v1.Owner\x12\x13\n\x0btransfer_id\x18\x02 \x01(\x0c\x12\r\n\x05\x65poch\x18\x03 \x01(\r\x12\x10\n\x08\x65ndpoint\x18\x04 \x01(\t\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\x0e\n\x06ttl_ms\x18\x06 \x01(\r\"8\n\x06Tokens\x12.\n\x05\x62\x61tch\x18\x01 \x03(\x0b\x32\x1f.pdserve.cluster.v1.OwnerTokens\"z\n\x0bOwnerTokens\x12(\n\x05owner\x18\x01 \x01(\x0b\x32\x19.pdserve.cluster.v1.Owner\x12\x16\n\x0e\x66irst_position\x18\x02 \x01(\r\x12)\n\x06tokens\x18\x03 \x03(\x0b\x32\x19.pdserve.cluster.v1.Token\"`\n\x05Token\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12#\n\x03top\x18\x03 \x03(\x0b\x32\x16.pdserve.v1.TopLogprobB\n\n\x08_logprob\"\xa4\x01\n\x08Terminal\x12(\n\x05owner\x18\x01 \x01(\x0b\x32\x19.pdserve.cluster.v1.Owner\x12\x15\n\rfinish_reason\x18\x02 \x01(\t\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nerror_code\x18\x04 \x01(\t\x12\x15\n\rerror_message\x18\x05 \x01(\tB\x10\n\x0e_stop_token_id2^\n\x07\x43luster\x12S\n\x07Session\x12!.pdserve.cluster.v1.WorkerMessage\x1a!.pdserve.cluster.v1.RouterMessage(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,45 +37,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ROUTERMESSAGE']._serialized_start=395
   _globals['_ROUTERMESSAGE']._serialized_end=835
   _globals['_OWNER']._serialized_start=837
-  _globals['_OWNER']._serialized_end=913
-  _globals['_HELLO']._serialized_start=916
-  _globals['_HELLO']._serialized_end=1165
-  _globals['_WELCOME']._serialized_start=1167
-  _globals['_WELCOME']._serialized_end=1256
-  _globals['_LOAD']._serialized_start=1258
-  _globals['_LOAD']._serialized_end=1356
-  _globals['_SEQUENCE']._serialized_start=1359
-  _globals['_SEQUENCE']._serialized_end=1499
-  _globals['_SAMPLING']._serialized_start=1502
-  _globals['_SAMPLING']._serialized_end=1844
-  _globals['_LOGITBIAS']._serialized_start=1846
-  _globals['_LOGITBIAS']._serialized_end=1889
-  _globals['_STARTDECODE']._serialized_start=1891
-  _globals['_STARTDECODE']._serialized_end=1975
-  _globals['_STARTPREFILL']._serialized_start=1977
-  _globals['_STARTPREFILL']._serialized_end=2083
-  _globals['_ABORT']._serialized_start=2085
-  _globals['_ABORT']._serialized_end=2134
-  _globals['_RENEW']._serialized_start=2136
-  _globals['_RENEW']._serialized_end=2143
-  _globals['_DRAIN']._serialized_start=2145
-  _globals['_DRAIN']._serialized_end=2168
-  _globals['_SENDERLOST']._serialized_start=2170
-  _globals['_SENDERLOST']._serialized_end=2282
-  _globals['_PREFILLLOCALLY']._serialized_start=2284
-  _globals['_PREFILLLOCALLY']._serialized_end=2342
-  _globals['_LOCALPREFILL']._serialized_start=2344
-  _globals['_LOCALPREFILL']._serialized_end=2416
-  _globals['_TICKET']._serialized_start=2419
-  _globals['_TICKET']._serialized_end=2562
-  _globals['_TOKENS']._serialized_start=2564
-  _globals['_TOKENS']._serialized_end=2620
-  _globals['_OWNERTOKENS']._serialized_start=2622
-  _globals['_OWNERTOKENS']._serialized_end=2744
-  _globals['_TOKEN']._serialized_start=2746
-  _globals['_TOKEN']._serialized_end=2842
-  _globals['_TERMINAL']._serialized_start=2845
-  _globals['_TERMINAL']._serialized_end=3009
-  _globals['_CLUSTER']._serialized_start=3011
-  _globals['_CLUSTER']._serialized_end=3105
+  _globals['_OWNER']._serialized_end=929
+  _globals['_HELLO']._serialized_start=932
+  _globals['_HELLO']._serialized_end=1181
+  _globals['_WELCOME']._serialized_start=1183
+  _globals['_WELCOME']._serialized_end=1272
+  _globals['_LOAD']._serialized_start=1274
+  _globals['_LOAD']._serialized_end=1372
+  _globals['_SEQUENCE']._serialized_start=1375
+  _globals['_SEQUENCE']._serialized_end=1515
+  _globals['_SAMPLING']._serialized_start=1518
+  _globals['_SAMPLING']._serialized_end=1860
+  _globals['_LOGITBIAS']._serialized_start=1862
+  _globals['_LOGITBIAS']._serialized_end=1905
+  _globals['_STARTDECODE']._serialized_start=1907
+  _globals['_STARTDECODE']._serialized_end=2033
+  _globals['_STARTPREFILL']._serialized_start=2035
+  _globals['_STARTPREFILL']._serialized_end=2141
+  _globals['_ABORT']._serialized_start=2143
+  _globals['_ABORT']._serialized_end=2192
+  _globals['_RENEW']._serialized_start=2194
+  _globals['_RENEW']._serialized_end=2201
+  _globals['_DRAIN']._serialized_start=2203
+  _globals['_DRAIN']._serialized_end=2226
+  _globals['_SENDERLOST']._serialized_start=2228
+  _globals['_SENDERLOST']._serialized_end=2340
+  _globals['_PREFILLLOCALLY']._serialized_start=2342
+  _globals['_PREFILLLOCALLY']._serialized_end=2400
+  _globals['_LOCALPREFILL']._serialized_start=2402
+  _globals['_LOCALPREFILL']._serialized_end=2474
+  _globals['_TICKET']._serialized_start=2477
+  _globals['_TICKET']._serialized_end=2620
+  _globals['_TOKENS']._serialized_start=2622
+  _globals['_TOKENS']._serialized_end=2678
+  _globals['_OWNERTOKENS']._serialized_start=2680
+  _globals['_OWNERTOKENS']._serialized_end=2802
+  _globals['_TOKEN']._serialized_start=2804
+  _globals['_TOKEN']._serialized_end=2900
+  _globals['_TERMINAL']._serialized_start=2903
+  _globals['_TERMINAL']._serialized_end=3067
+  _globals['_CLUSTER']._serialized_start=3069
+  _globals['_CLUSTER']._serialized_end=3163
 # @@protoc_insertion_point(module_scope)

@@ -44,16 +44,18 @@ class RouterMessage(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., start_decode: _Optional[_Union[StartDecode, _Mapping]] = ..., start_prefill: _Optional[_Union[StartPrefill, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., sender_lost: _Optional[_Union[SenderLost, _Mapping]] = ..., prefill_locally: _Optional[_Union[PrefillLocally, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ...) -> None: ...
 
 class Owner(_message.Message):
-    __slots__ = ("tenant", "request_id", "router", "attempt")
+    __slots__ = ("tenant", "request_id", "router", "attempt", "output")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ROUTER_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     request_id: str
     router: str
     attempt: int
-    def __init__(self, tenant: _Optional[str] = ..., request_id: _Optional[str] = ..., router: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+    output: int
+    def __init__(self, tenant: _Optional[str] = ..., request_id: _Optional[str] = ..., router: _Optional[str] = ..., attempt: _Optional[int] = ..., output: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("version", "worker_id", "incarnation", "role", "pid", "host", "kv_endpoint", "fingerprint", "model", "vocab_size", "max_model_len", "pool_tokens", "eos_token_ids")
@@ -162,12 +164,14 @@ class LogitBias(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., bias: _Optional[float] = ...) -> None: ...
 
 class StartDecode(_message.Message):
-    __slots__ = ("sequence", "local_prefill")
+    __slots__ = ("sequence", "local_prefill", "share")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     LOCAL_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
     sequence: Sequence
     local_prefill: bool
-    def __init__(self, sequence: _Optional[_Union[Sequence, _Mapping]] = ..., local_prefill: _Optional[bool] = ...) -> None: ...
+    share: Owner
+    def __init__(self, sequence: _Optional[_Union[Sequence, _Mapping]] = ..., local_prefill: _Optional[bool] = ..., share: _Optional[_Union[Owner, _Mapping]] = ...) -> None: ...
 
 class StartPrefill(_message.Message):
     __slots__ = ("sequence", "ticket")

@@ -11,11 +11,17 @@ SESSION_VERSION = 1
 
 
 def owner_to_proto(owner: types.Owner) -> pb.Owner:
-    return pb.Owner(tenant=owner.tenant, request_id=owner.request_id, router=owner.router, attempt=owner.attempt)
+    return pb.Owner(
+        tenant=owner.tenant,
+        request_id=owner.request_id,
+        router=owner.router,
+        attempt=owner.attempt,
+        output=owner.output,
+    )
 
 
 def owner_from_proto(message: pb.Owner) -> types.Owner:
-    return types.Owner(message.tenant, message.request_id, message.router, message.attempt)
+    return types.Owner(message.tenant, message.request_id, message.router, message.attempt, message.output)
 
 
 def worker_to_hello(info: types.WorkerInfo) -> pb.Hello:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpdserve/rpc/inference.proto\x12\npdserve.v1\"\xf5\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x06prompt\x18\x03 \x01(\tH\x00\x12\x30\n\x10prompt_token_ids\x18\x04 \x01(\x0b\x32\x14.pdserve.v1.TokenIdsH\x00\x12 \n\x04\x63hat\x18\x05 \x01(\x0b\x32\x10.pdserve.v1.ChatH\x00\x12,\n\x08sampling\x18\x06 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\"\n\x06resume\x18\x07 \x01(\x0b\x32\x12.pdserve.v1.ResumeB\x07\n\x05input\"/\n\x06Resume\x12%\n\x07outputs\x18\x01 \x03(\x0b\x32\x14.pdserve.v1.TokenIds\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"1\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.pdserve.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xf1\x04\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\x05H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\x15\n\x08logprobs\x18\n \x01(\x05H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x01H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x01H\x08\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x01H\t\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x0e \x01(\x05H\n\x88\x01\x01\x12=\n\nlogit_bias\x18\x0f \x03(\x0b\x32).pdserve.v1.SamplingParams.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\x0b\n\t_logprobsB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\r\n\x0b_min_tokens\"\x91\x01\n\x10GenerateResponse\x12&\n\x07started\x18\x01 \x01(\x0b\x32\x13.pdserve.v1.StartedH\x00\x12\"\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x11.pdserve.v1.DeltaH\x00\x12(\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"T\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\r\"k\n\x05\x44\x65lta\x12\x14\n\x0coutput_index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.pdserve.v1.TokenLogprobs\"E\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x01\x12#\n\x03top\x18\x02 \x03(\x0b\x32\x16.pdserve.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"\xb5\x01\n\x08\x46inished\x12/\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x18.pdserve.v1.FinishReason\x12\x0e\n\x04stop\x18\x02 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x03 \x01(\rH\x00\x12 \n\x05usage\x18\x04 \x01(\x0b\x32\x11.pdserve.v1.Usage\x12\r\n\x05\x65xact\x18\x05 \x01(\x08\x12\x10\n\x08\x61ttempts\x18\x06 \x01(\rB\x0c\n\nstop_match\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse\"\x15\n\x13GetModelInfoRequest\"\\\n\tModelInfo\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\"\x16\n\x14GetServerInfoRequest\"\xad\x01\n\nServerInfo\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x14\n\x0cgrpc_address\x18\x03 \x01(\t\x12\x17\n\x0fsession_address\x18\x04 \x01(\t\x12\x18\n\x10running_requests\x18\x05 \x01(\r\x12)\n\x07workers\x18\x06 \x03(\x0b\x32\x18.pdserve.v1.WorkerStatus\x12\x0b\n\x03pid\x18\x07 \x01(\r\"7\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63\x61ncel\x18\x02 \x01(\x08\"\x15\n\x13\x44rainWorkerResponse\"\xcd\x01\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x0c\n\x04host\x18\x05 \x01(\t\x12\r\n\x05state\x18\x06 \x01(\t\x12\r\n\x05queue\x18\x07 \x01(\r\x12\x10\n\x08requests\x18\x08 \x01(\r\x12\'\n\x06\x62locks\x18\t \x01(\x0b\x32\x17.pdserve.v1.BlockCounts\x12\x13\n\x0b\x66ingerprint\x18\n \x01(\t\";\n\x0b\x42lockCounts\x12\x0c\n\x04\x66ree\x18\x01 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x02 \x01(\r\x12\x0e\n\x06leased\x18\x03 \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xf5\x02\n\tInference\x12G\n\x08Generate\x12\x1b.pdserve.v1.GenerateRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12<\n\x05\x41\x62ort\x12\x18.pdserve.v1.AbortRequest\x1a\x19.pdserve.v1.AbortResponse\x12\x46\n\x0cGetModelInfo\x12\x1f.pdserve.v1.GetModelInfoRequest\x1a\x15.pdserve.v1.ModelInfo\x12I\n\rGetServerInfo\x12 .pdserve.v1.GetServerInfoRequest\x1a\x16.pdserve.v1.ServerInfo\x12N\n\x0b\x44rainWorker\x12\x1e.pdserve.v1.DrainWorkerRequest\x1a\x1f.pdserve.v1.DrainWorkerResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpdserve/rpc/inference.proto\x12\npdserve.v1\"\xf5\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x06prompt\x18\x03 \x01(\tH\x00\x12\x30\n\x10prompt_token_ids\x18\x04 \x01(\x0b\x32\x14.pdserve.v1.TokenIdsH\x00\x12 \n\x04\x63hat\x18\x05 \x01(\x0b\x32\x10.pdserve.v1.ChatH\x00\x12,\n\x08sampling\x18\x06 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\"\n\x06resume\x18\x07 \x01(\x0b\x32\x12.pdserve.v1.ResumeB\x07\n\x05input\"/\n\x06Resume\x12%\n\x07outputs\x18\x01 \x03(\x0b\x32\x14.pdserve.v1.TokenIds\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"1\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.pdserve.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x87\x05\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\x05H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\x15\n\x08logprobs\x18\n \x01(\x05H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x01H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x01H\x08\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x01H\t\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x0e \x01(\x05H\n\x88\x01\x01\x12=\n\nlogit_bias\x18\x0f \x03(\x0b\x32).pdserve.v1.SamplingParams.LogitBiasEntry\x12\x0e\n\x01n\x18\x10 \x01(\x05H\x0b\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\x0b\n\t_logprobsB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\r\n\x0b_min_tokensB\x04\n\x02_n\"\x91\x01\n\x10GenerateResponse\x12&\n\x07started\x18\x01 \x01(\x0b\x32\x13.pdserve.v1.StartedH\x00\x12\"\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x11.pdserve.v1.DeltaH\x00\x12(\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"T\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\r\"k\n\x05\x44\x65lta\x12\x14\n\x0coutput_index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.pdserve.v1.TokenLogprobs\"E\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x01\x12#\n\x03top\x18\x02 \x03(\x0b\x32\x16.pdserve.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"u\n\x08\x46inished\x12&\n\x07outputs\x18\x01 \x03(\x0b\x32\x15.pdserve.v1.OutputEnd\x12 \n\x05usage\x18\x04 \x01(\x0b\x32\x11.pdserve.v1.Usage\x12\r\n\x05\x65xact\x18\x05 \x01(\x08\x12\x10\n\x08\x61ttempts\x18\x06 \x01(\r\"s\n\tOutputEnd\x12/\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x18.pdserve.v1.FinishReason\x12\x0e\n\x04stop\x18\x02 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x03 \x01(\rH\x00\x42\x0c\n\nstop_match\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse\"\x15\n\x13GetModelInfoRequest\"\\\n\tModelInfo\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\"\x16\n\x14GetServerInfoRequest\"\xad\x01\n\nServerInfo\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x14\n\x0cgrpc_address\x18\x03 \x01(\t\x12\x17\n\x0fsession_address\x18\x04 \x01(\t\x12\x18\n\x10running_requests\x18\x05 \x01(\r\x12)\n\x07workers\x18\x06 \x03(\x0b\x32\x18.pdserve.v1.WorkerStatus\x12\x0b\n\x03pid\x18\x07 \x01(\r\"7\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63\x61ncel\x18\x02 \x01(\x08\"\x15\n\x13\x44rainWorkerResponse\"\xcd\x01\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x0c\n\x04host\x18\x05 \x01(\t\x12\r\n\x05state\x18\x06 \x01(\t\x12\r\n\x05queue\x18\x07 \x01(\r\x12\x10\n\x08requests\x18\x08 \x01(\r\x12\'\n\x06\x62locks\x18\t \x01(\x0b\x32\x17.pdserve.v1.BlockCounts\x12\x13\n\x0b\x66ingerprint\x18\n \x01(\t\";\n\x0b\x42lockCounts\x12\x0c\n\x04\x66ree\x18\x01 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x02 \x01(\r\x12\x0e\n\x06leased\x18\x03 \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xf5\x02\n\tInference\x12G\n\x08Generate\x12\x1b.pdserve.v1.GenerateRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12<\n\x05\x41\x62ort\x12\x18.pdserve.v1.AbortRequest\x1a\x19.pdserve.v1.AbortResponse\x12\x46\n\x0cGetModelInfo\x12\x1f.pdserve.v1.GetModelInfoRequest\x1a\x15.pdserve.v1.ModelInfo\x12I\n\rGetServerInfo\x12 .pdserve.v1.GetServerInfoRequest\x1a\x16.pdserve.v1.ServerInfo\x12N\n\x0b\x44rainWorker\x12\x1e.pdserve.v1.DrainWorkerRequest\x1a\x1f.pdserve.v1.DrainWorkerResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,8 +33,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2538
-  _globals['_FINISHREASON']._serialized_end=2633
+  _globals['_FINISHREASON']._serialized_start=2612
+  _globals['_FINISHREASON']._serialized_end=2707
   _globals['_GENERATEREQUEST']._serialized_start=44
   _globals['_GENERATEREQUEST']._serialized_end=289
   _globals['_RESUME']._serialized_start=291
@@ -46,43 +46,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHATMESSAGE']._serialized_start=416
   _globals['_CHATMESSAGE']._serialized_end=460
   _globals['_SAMPLINGPARAMS']._serialized_start=463
-  _globals['_SAMPLINGPARAMS']._serialized_end=1088
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=876
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=924
-  _globals['_GENERATERESPONSE']._serialized_start=1091
-  _globals['_GENERATERESPONSE']._serialized_end=1236
-  _globals['_STARTED']._serialized_start=1238
-  _globals['_STARTED']._serialized_end=1322
-  _globals['_DELTA']._serialized_start=1324
-  _globals['_DELTA']._serialized_end=1431
-  _globals['_TOKENLOGPROBS']._serialized_start=1433
-  _globals['_TOKENLOGPROBS']._serialized_end=1502
-  _globals['_TOPLOGPROB']._serialized_start=1504
-  _globals['_TOPLOGPROB']._serialized_end=1551
-  _globals['_FINISHED']._serialized_start=1554
-  _globals['_FINISHED']._serialized_end=1735
-  _globals['_USAGE']._serialized_start=1737
-  _globals['_USAGE']._serialized_end=1817
-  _globals['_ABORTREQUEST']._serialized_start=1819
-  _globals['_ABORTREQUEST']._serialized_end=1853
-  _globals['_ABORTRESPONSE']._serialized_start=1855
-  _globals['_ABORTRESPONSE']._serialized_end=1870
-  _globals['_GETMODELINFOREQUEST']._serialized_start=1872
-  _globals['_GETMODELINFOREQUEST']._serialized_end=1893
-  _globals['_MODELINFO']._serialized_start=1895
-  _globals['_MODELINFO']._serialized_end=1987
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=1989
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=2011
-  _globals['_SERVERINFO']._serialized_start=2014
-  _globals['_SERVERINFO']._serialized_end=2187
-  _globals['_DRAINWORKERREQUEST']._serialized_start=2189
-  _globals['_DRAINWORKERREQUEST']._serialized_end=2244
-  _globals['_DRAINWORKERRESPONSE']._serialized_start=2246
-  _globals['_DRAINWORKERRESPONSE']._serialized_end=2267
-  _globals['_WORKERSTATUS']._serialized_start=2270
-  _globals['_WORKERSTATUS']._serialized_end=2475
-  _globals['_BLOCKCOUNTS']._serialized_start=2477
-  _globals['_BLOCKCOUNTS']._serialized_end=2536
-  _globals['_INFERENCE']._serialized_start=2636
-  _globals['_INFERENCE']._serialized_end=3009
+  _globals['_SAMPLINGPARAMS']._serialized_end=1110
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=892
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=940
+  _globals['_GENERATERESPONSE']._serialized_start=1113
+  _globals['_GENERATERESPONSE']._serialized_end=1258
+  _globals['_STARTED']._serialized_start=1260
+  _globals['_STARTED']._serialized_end=1344
+  _globals['_DELTA']._serialized_start=1346
+  _globals['_DELTA']._serialized_end=1453
+  _globals['_TOKENLOGPROBS']._serialized_start=1455
+  _globals['_TOKENLOGPROBS']._serialized_end=1524
+  _globals['_TOPLOGPROB']._serialized_start=1526
+  _globals['_TOPLOGPROB']._serialized_end=1573
+  _globals['_FINISHED']._serialized_start=1575
+  _globals['_FINISHED']._serialized_end=1692
+  _globals['_OUTPUTEND']._serialized_start=1694
+  _globals['_OUTPUTEND']._serialized_end=1809
+  _globals['_USAGE']._serialized_start=1811
+  _globals['_USAGE']._serialized_end=1891
+  _globals['_ABORTREQUEST']._serialized_start=1893
+  _globals['_ABORTREQUEST']._serialized_end=1927
+  _globals['_ABORTRESPONSE']._serialized_start=1929
+  _globals['_ABORTRESPONSE']._serialized_end=1944
+  _globals['_GETMODELINFOREQUEST']._serialized_start=1946
+  _globals['_GETMODELINFOREQUEST']._serialized_end=1967
+  _globals['_MODELINFO']._serialized_start=1969
+  _globals['_MODELINFO']._serialized_end=2061
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=2063
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=2085
+  _globals['_SERVERINFO']._serialized_start=2088
+  _globals['_SERVERINFO']._serialized_end=2261
+  _globals['_DRAINWORKERREQUEST']._serialized_start=2263
+  _globals['_DRAINWORKERREQUEST']._serialized_end=2318
+  _globals['_DRAINWORKERRESPONSE']._serialized_start=2320
+  _globals['_DRAINWORKERRESPONSE']._serialized_end=2341
+  _globals['_WORKERSTATUS']._serialized_start=2344
+  _globals['_WORKERSTATUS']._serialized_end=2549
+  _globals['_BLOCKCOUNTS']._serialized_start=2551
+  _globals['_BLOCKCOUNTS']._serialized_end=2610
+  _globals['_INFERENCE']._serialized_start=2710
+  _globals['_INFERENCE']._serialized_end=3083
 # @@protoc_insertion_point(module_scope)

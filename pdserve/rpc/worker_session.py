@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable
 
 import grpc
 
 from pdserve import logs
-from pdserve.errors import PdserveError, error_from_code
 from pdserve.rpc import cluster_pb2 as pb
-from pdserve.rpc import convert
+from pdserve.rpc import convert, worker_messages
 from pdserve.rpc.cluster_pb2_grpc import ClusterStub
-from pdserve.types import Finish, Load, Owner, SampledToken, SamplingParams, Ticket, WorkerInfo
+from pdserve.rpc.worker_messages import SessionHandler
+from pdserve.types import Load, WorkerInfo
 
 _log = logs.logger("session")
 
@@ -37,40 +36,8 @@ _RECONNECT_S = 0.2
 _MAX_UNSENT = 10_000
 
 
-class SessionHandler(Protocol):
-    """What a router asks of a worker."""
-
-    def start_decode(
-        self,
-        owner: Owner,
-        prompt_ids: Sequence[int],
-        output_ids: Sequence[int],
-        params: SamplingParams,
-        local_prefill: bool,
-    ) -> None: ...
-
-    def start_prefill(
-        self,
-        owner: Owner,
-        prompt_ids: Sequence[int],
-        output_ids: Sequence[int],
-        params: SamplingParams,
-        ticket: Ticket,
-    ) -> None: ...
-
-    def sender_lost(self, owner: Owner, epoch: int, error: PdserveError) -> None: ...
-
-    def prefill_locally(self, owner: Owner) -> None: ...
-
-    def abort(self, owner: Owner) -> None: ...
-
-    def drain(self, cancel: bool) -> None: ...
-
-    def router_lost(self, router: str) -> None: ...
-
-
 class WorkerSessions:
-    """The sessions of one worker with all its routers."""
+    """The sessions of one worker with all its routers. `reports` is where its services report to, from any thread."""
 
     def __init__(
         self, addresses: Iterable[str], info: WorkerInfo, handler: SessionHandler, load: Callable[[], Load]
@@ -80,6 +47,7 @@ class WorkerSessions:
         self._handler = handler
         self._load = load
         self._outboxes: dict[str, asyncio.Queue[pb.WorkerMessage]] = {}
+        self.reports = worker_messages.Reports(self._send)
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="sessions", daemon=True)
@@ -96,33 +64,8 @@ class WorkerSessions:
         """Wait until what was reported so far has been written to the routers, or the time is over."""
         asyncio.run_coroutine_threadsafe(self._flush(timeout_s), self._loop).result(timeout_s + 1.0)
 
-    # Reports: any thread.
-
-    def ticket(self, owner: Owner, ticket: Ticket) -> None:
-        self._send(owner.router, pb.WorkerMessage(ticket=convert.ticket_to_proto(owner, ticket)))
-
-    def local_prefill(self, owner: Owner, reason: str) -> None:
-        message = pb.LocalPrefill(owner=convert.owner_to_proto(owner), reason=reason)
-        self._send(owner.router, pb.WorkerMessage(local_prefill=message))
-
-    def tokens(self, batch: Iterable[tuple[Owner, int, Sequence[SampledToken]]]) -> None:
-        """New tokens of all requests of a step: (owner, position of the first in the output, tokens)."""
-        by_router: dict[str, pb.Tokens] = {}
-        for owner, first_position, tokens in batch:
-            by_router.setdefault(owner.router, pb.Tokens()).batch.append(
-                pb.OwnerTokens(
-                    owner=convert.owner_to_proto(owner),
-                    first_position=first_position,
-                    tokens=[convert.token_to_proto(token) for token in tokens],
-                )
-            )
-        for router, message in by_router.items():
-            self._send(router, pb.WorkerMessage(tokens=message))
-
-    def terminal(self, owner: Owner, outcome: Finish | PdserveError | None) -> None:
-        self._send(owner.router, pb.WorkerMessage(terminal=convert.terminal_to_proto(owner, outcome)))
-
     def _send(self, router: str, message: pb.WorkerMessage) -> None:
+        """Any thread."""
         self._loop.call_soon_threadsafe(self._enqueue, router, message)
 
     def _enqueue(self, router: str, message: pb.WorkerMessage) -> None:
@@ -214,36 +157,4 @@ class WorkerSessions:
             message = await asyncio.wait_for(call.read(), timeout_s)
             if message is grpc.aio.EOF:
                 return
-            self._handle(message)
-
-    def _handle(self, message: pb.RouterMessage) -> None:
-        match message.WhichOneof("message"):
-            case "start_decode":
-                start = message.start_decode
-                self._handler.start_decode(*_sequence(start.sequence), start.local_prefill)
-            case "start_prefill":
-                start = message.start_prefill
-                self._handler.start_prefill(*_sequence(start.sequence), convert.ticket_from_proto(start.ticket))
-            case "sender_lost":
-                lost = message.sender_lost
-                error = error_from_code(lost.error_code, lost.error_message)
-                self._handler.sender_lost(convert.owner_from_proto(lost.owner), lost.epoch, error)
-            case "prefill_locally":
-                self._handler.prefill_locally(convert.owner_from_proto(message.prefill_locally.owner))
-            case "abort":
-                self._handler.abort(convert.owner_from_proto(message.abort.owner))
-            case "drain":
-                self._handler.drain(message.drain.cancel)
-            case "renew" | "welcome":
-                pass
-            case unknown:
-                _log.warning("unknown message from a router", kind=unknown)
-
-
-def _sequence(message: pb.Sequence) -> tuple[Owner, list[int], list[int], SamplingParams]:
-    return (
-        convert.owner_from_proto(message.owner),
-        list(message.prompt_ids),
-        list(message.output_ids),
-        convert.sampling_from_proto(message.sampling),
-    )
+            worker_messages.deliver(message, self._handler)

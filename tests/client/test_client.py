@@ -50,8 +50,10 @@ def delta(text: str, *token_ids: int, **fields: Any) -> pb.GenerateResponse:
 
 
 def finished(**fields: Any) -> pb.GenerateResponse:
+    end = {"finish_reason": pb.FINISH_REASON_LENGTH}
+    end |= {name: fields.pop(name) for name in ("finish_reason", "stop", "stop_token_id") if name in fields}
     values = {
-        "finish_reason": pb.FINISH_REASON_LENGTH,
+        "outputs": [pb.OutputEnd(**end)],
         "usage": pb.Usage(prompt_tokens=2, completion_tokens=3, cached_tokens=1),
         "exact": True,
         "attempts": 1,

@@ -56,7 +56,7 @@ def test_up_generate_status_down(runtime_dir, config_file):
     address = json.loads(up.stdout)["grpc"]
 
     again = pdserve("up", "--config", config_file, *here)
-    assert (again.returncode, "runs already at" in again.stderr) == (2, True)
+    assert (again.returncode, "runs or starts already in" in again.stderr) == (2, True)
 
     status = json.loads(pdserve("status", "--json", *here).stdout)
     assert status["grpc"] == address

@@ -1,5 +1,7 @@
 """The engine's life of a sequence: ends, aborts in every phase, refusals, and who returns the lease."""
 
+import time
+
 import pytest
 
 from engine.sequence import KVSource, Sequence
@@ -189,3 +191,17 @@ def test_late_commands_for_an_ended_sequence_change_nothing(llama):
     engine.step()
     assert sink.ended == 1
     assert leased(engine) == 0
+
+
+def test_an_engine_that_can_only_wait_for_blocks_waits(llama):
+    engine = make_engine(llama, block_tokens=16)
+    engine._pool.lease("someone else", engine.load().blocks.free - 1)
+    submitted(engine, Recorder())
+    assert engine.step(), "the command"
+    assert not engine.step()
+    started_at = time.monotonic()
+    assert not engine.step(wait_s=0.05)
+    assert time.monotonic() - started_at >= 0.04, "it looks again and again at what cannot have changed"
+    engine.call(lambda: engine._pool.give_back("someone else"))
+    assert engine.step(wait_s=5.0)
+    assert engine.load().running == 1

@@ -12,16 +12,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import zmq
 
+from kvtransfer.transports.assembly import worker_transport
 from kvtransfer.transports.base import Event, Message, PeerLost, Transport
-from kvtransfer.transports.zmq import ZmqTransport, ipc_endpoint
+from kvtransfer.transports.carried import CarriedTransport
+from kvtransfer.transports.zmq import CurveKey, ZmqTransport, ipc_endpoint
+from pdserve.clock import SystemClock
+from pdserve.config import TransferConfig
 from pdserve.errors import ConfigError, TransferError
+from pdserve.logs import logger
 from support.kv_links import TransportFactory, transport_factory
 
 WAIT_S = 10.0
 
 
-@pytest.fixture(params=["memory", "ipc", "tcp"])
+@pytest.fixture(params=["memory", "ipc", "tcp", "curve", "shared", "gloo"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TransportFactory]:
     made: list[Transport] = []
     factory = transport_factory(request.param, tmp_path)
@@ -262,3 +268,107 @@ def test_cores_and_link_need_neither_zmq_nor_torch() -> None:
         "import kvtransfer.transports.memory"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_without_the_clusters_key_nothing_gets_in_and_nothing_out() -> None:
+    key, other = CurveKey.generate(), CurveKey.generate()
+    inside = ZmqTransport("tcp://127.0.0.1:*", b"inside", key=key)
+    friend = ZmqTransport("tcp://127.0.0.1:*", b"friend", key=key)
+    half = CurveKey(key.public, other.secret)  # the public half travels, and is no secret
+    strangers = [
+        ZmqTransport("tcp://127.0.0.1:*", name, key=given)
+        for name, given in ((b"keyless", None), (b"another", other), (b"half", half))
+    ]
+    for stranger in strangers:
+        stranger.send(stranger.connect(inside.endpoint), [b"let me in"])
+        inside.send(inside.connect(stranger.endpoint), [b"a secret"])
+    deadline = time.monotonic() + 0.5  # many handshakes long
+    while time.monotonic() < deadline:
+        for transport in (inside, *strangers):
+            assert transport.receive(0.01) == []
+    friend.send(friend.connect(inside.endpoint), [b"hello"])
+    (message,) = take(inside, 1, friend, *strangers)
+    assert isinstance(message, Message)
+    assert bytes(message.parts[0]) == b"hello"
+    for transport in (inside, friend, *strangers):
+        transport.close()
+
+
+def test_client_with_a_key_of_its_own_that_knows_the_public_one_is_turned_away() -> None:
+    key = CurveKey.generate()
+    inside = ZmqTransport("tcp://127.0.0.1:*", b"inside", key=key)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.set(zmq.LINGER, 0)
+        stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
+        stranger.curve_serverkey = key.public
+        monitor = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+        stranger.connect(inside.endpoint)
+        stranger.send(b"let me in")
+        deadline = time.monotonic() + WAIT_S
+        while not monitor.poll(0):
+            assert time.monotonic() < deadline
+            assert inside.receive(0.02) == []
+        stranger.disable_monitor()
+    inside.close()
+
+
+def test_key_does_not_show_where_it_is_printed() -> None:
+    key = CurveKey.generate()
+    assert key.secret.decode() not in repr(key)
+
+
+@pytest.mark.parametrize("kind", ["shared", "gloo"])
+def test_payloads_go_by_the_carrier_once_it_is_open_and_stay_in_order(folder: Path, kind: str) -> None:
+    factory = transport_factory(kind, folder)
+    ours, theirs = factory(), factory()
+    assert isinstance(ours, CarriedTransport)
+    peer, sent = ours.connect(theirs.endpoint), 0
+    received: list[bytes] = []
+    deadline = time.monotonic() + WAIT_S
+    while ours.counts[kind] < 50 or len(received) < sent:
+        assert time.monotonic() < deadline
+        if ours.counts[kind] < 50 and sent - len(received) < 4:
+            ours.send(peer, [b"header", sent.to_bytes(2, "big") * 300])
+            sent += 1
+        ours.receive(0.0)
+        received += [bytes(event.parts[1]) for event in theirs.receive(0.001) if isinstance(event, Message)]
+    assert received == [number.to_bytes(2, "big") * 300 for number in range(sent)]
+    ours.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize(
+    ("network", "payload", "scheme", "names"),
+    [
+        ("ipc", "auto", "ipc://", ["shared"]),
+        ("ipc", "inline", "ipc://", []),
+        ("tcp", "auto", "tcp://127.0.0.1:", []),
+        ("tcp", "shared", "tcp://127.0.0.1:", ["shared"]),
+        ("tcp", "gloo", "tcp://127.0.0.1:", ["gloo"]),
+    ],
+)
+def test_settings_choose_network_and_payload_path(
+    folder: Path, network: str, payload: str, scheme: str, names: list[str]
+) -> None:
+    config = TransferConfig(network=network, payload=payload)
+    transport = worker_transport(config, "worker", folder, CurveKey.generate(), SystemClock(), logger("test"))
+    assert isinstance(transport, CarriedTransport)
+    assert transport.endpoint.startswith(scheme)
+    assert transport.carriers == names
+    transport.close()
+
+
+def test_tcp_without_a_key_is_a_config_error(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="key"):
+        worker_transport(TransferConfig(network="tcp"), "worker", folder, None, SystemClock(), logger("test"))
+
+
+def test_nccl_without_a_gpu_is_a_config_error(folder: Path) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    config = TransferConfig(payload="nccl")
+    with pytest.raises(ConfigError, match="NCCL"):
+        worker_transport(config, "worker", folder, None, SystemClock(), logger("test"))
+    assert list(folder.iterdir()) == []

@@ -60,6 +60,9 @@ class World:
     def submit(self, request_id="r", params=PARAMS):
         return self.dispatch.submit(Request(request_id, (5, 6, 7), params), 0.0)
 
+    def submit_outputs(self, n):
+        return self.dispatch.submit(Request("r", (5, 6, 7), PARAMS, received_ids=((),) * n), 0.0)
+
     def prefilling(self):
         """A request whose prefill worker is at work."""
         (start,) = self.submit()
@@ -70,7 +73,7 @@ class World:
     def decoding(self):
         """A request whose first token has come."""
         start = self.prefilling()
-        assert self.tokens(start, 0, 10) == [Accept("r", (SampledToken(10),))]
+        assert self.tokens(start, 0, 10) == [Accept("r", 0, (SampledToken(10),))]
         return start
 
     def tokens(self, start, position, *ids):
@@ -93,7 +96,7 @@ def test_an_undisturbed_request_takes_one_attempt():
     world.tokens(start, 0, 10)
     world.tokens(start, 1, 11, 12)
     world.tokens(start, 3, 13)
-    assert world.terminal(start, LENGTH) == [End("r", LENGTH, 1, True)]
+    assert world.terminal(start, LENGTH) == [End("r", 0, LENGTH, 1, True)]
     assert len(world.dispatch) == 0
 
 
@@ -105,7 +108,7 @@ def test_a_lost_decode_worker_leads_to_an_attempt_that_goes_on_from_the_accepted
     assert isinstance(retry, Retry)
     assert again == replace(start, worker="d1", owner=replace(start.owner, attempt=2), output_ids=(10, 11))
     world.dispatch.on_ticket("d1", again.owner, TICKET, 0.0)
-    assert world.tokens(again, 2, 12) == [Accept("r", (SampledToken(12),))]
+    assert world.tokens(again, 2, 12) == [Accept("r", 0, (SampledToken(12),))]
 
 
 def test_what_an_old_attempt_still_says_is_fenced_off():
@@ -116,6 +119,15 @@ def test_what_an_old_attempt_still_says_is_fenced_off():
     assert world.terminal(start, LENGTH) == []
     assert world.terminal(start, InternalError("late")) == []
     assert world.dispatch.on_ticket("d0", start.owner, TICKET, 0.0) == []
+
+
+def test_a_request_id_that_comes_again_gets_another_owner():
+    world = World("d1", "p1")
+    first = world.prefilling()
+    world.dispatch.cancel("r")
+    again = world.prefilling()
+    assert again.owner != first.owner, "a late word or a late abort of the first would hit the second"
+    assert world.dispatch.on_terminal("d1", first.owner, Cancelled("the first was aborted"), 0.0) == []
 
 
 def test_another_worker_cannot_speak_for_the_attempt():
@@ -153,7 +165,7 @@ def test_a_prefill_worker_that_ends_early_is_replaced_within_the_attempt(end):
     fallback, prefill = world.dispatch.on_ticket("d0", start.owner, replace(TICKET, epoch=2), 0.0)
     assert fallback.rung == "another sender"
     assert (prefill.worker, prefill.owner, prefill.ticket.epoch) == ("p1", start.owner, 2)
-    assert world.tokens(start, 0, 10) == [Accept("r", (SampledToken(10),))]
+    assert world.tokens(start, 0, 10) == [Accept("r", 0, (SampledToken(10),))]
     (ended,) = world.terminal(start, LENGTH)
     assert ended.attempts == 1
 
@@ -175,7 +187,7 @@ def test_without_another_prefill_worker_decode_prefills_the_rest():
     assert world.dispatch.on_ticket("d0", start.owner, ticket, 0.0) == [PrefillLocally("d0", start.owner)]
     (fallback,) = world.dispatch.on_local_prefill("d0", start.owner, "no prefill worker is left")
     assert fallback.rung == "local"
-    assert world.tokens(start, 0, 10) == [Accept("r", (SampledToken(10),))]
+    assert world.tokens(start, 0, 10) == [Accept("r", 0, (SampledToken(10),))]
 
 
 def test_with_no_prefill_worker_from_the_start_no_ticket_is_asked_for():
@@ -183,7 +195,7 @@ def test_with_no_prefill_worker_from_the_start_no_ticket_is_asked_for():
     (start,) = world.submit()
     assert start.local_prefill
     assert world.dispatch.on_ticket("d0", start.owner, replace(TICKET, epoch=0), 0.0) == []
-    assert world.tokens(start, 0, 10) == [Accept("r", (SampledToken(10),))]
+    assert world.tokens(start, 0, 10) == [Accept("r", 0, (SampledToken(10),))]
 
 
 def test_a_decode_worker_that_does_not_answer_the_loss_of_its_sender_fails_the_attempt():
@@ -206,7 +218,7 @@ def test_a_prefill_worker_lost_after_the_first_token_disturbs_nothing():
     world = World("p0", "d0")
     start = world.decoding()
     assert world.lose("p0") == []
-    assert world.tokens(start, 1, 11) == [Accept("r", (SampledToken(11),))]
+    assert world.tokens(start, 1, 11) == [Accept("r", 0, (SampledToken(11),))]
 
 
 def test_another_fingerprint_of_a_replacing_prefill_worker_is_announced_as_inexact():
@@ -407,7 +419,7 @@ def test_a_stop_string_ends_the_request_and_the_workers_part():
     world = World("p0", "d0")
     start = world.decoding()
     finish = Finish(FinishReason.STOP, stop="\n")
-    assert world.dispatch.finish("r", finish) == [Abort("d0", start.owner), End("r", finish, 1, True)]
+    assert world.dispatch.finish("r", 0, finish) == [Abort("d0", start.owner), End("r", 0, finish, 1, True)]
 
 
 def test_a_request_id_in_flight_is_refused_and_the_first_goes_on():
@@ -415,14 +427,14 @@ def test_a_request_id_in_flight_is_refused_and_the_first_goes_on():
     start = world.decoding()
     with pytest.raises(AlreadyExists, match="'r' is in flight"):
         world.submit()
-    assert world.tokens(start, 1, 11) == [Accept("r", (SampledToken(11),))]
+    assert world.tokens(start, 1, 11) == [Accept("r", 0, (SampledToken(11),))]
 
 
 def test_the_door_closes_when_the_router_is_full():
     world = World("p0", "d0")
     for number in range(4):
         world.submit(str(number))
-    with pytest.raises(ResourceExhausted, match="4 requests"):
+    with pytest.raises(ResourceExhausted, match="4 outputs"):
         world.submit("one more")
 
 
@@ -446,3 +458,46 @@ def test_another_fingerprint_is_taken_last_and_announced_as_inexact():
     world.dispatch.on_ticket("d1", last.owner, TICKET, 0.0)
     (end,) = world.terminal(last, LENGTH)[-1:]
     assert end.exact is False
+
+
+def test_the_outputs_of_a_request_share_the_first_ones_prompt_wherever_it_is():
+    world = World("p0", "d0", "d1")
+    first, *others = world.submit_outputs(3)
+    assert (first.local_prefill, first.share) == (False, None)
+    assert [(start.worker, start.share, start.owner.output) for start in others] == [
+        (first.worker, first.owner, 1),
+        (first.worker, first.owner, 2),
+    ]
+    starts = [action for action in world.lose(first.worker) if isinstance(action, StartDecode)]
+    again = starts[0]
+    assert again.share is None
+    assert again.worker != first.worker
+    assert {(start.worker, start.share) for start in starts[1:]} == {(again.worker, again.owner)}
+
+
+def test_each_output_ends_once_and_the_id_is_free_when_all_have():
+    world = World("p0", "d0")
+    first, second = world.submit_outputs(2)
+    world.dispatch.on_ticket("d0", first.owner, TICKET, 0.0)
+    assert world.tokens(second, 0, 20) == [Accept("r", 1, (SampledToken(20),))]
+    assert world.terminal(first, LENGTH)[-1] == End("r", 0, LENGTH, 1, True)
+    with pytest.raises(AlreadyExists):
+        world.submit()
+    assert [type(action) for action in world.dispatch.finish("r", 1, LENGTH)] == [Abort, End]
+    assert len(world.dispatch) == 0
+    world.submit()
+
+
+def test_cancelling_a_request_ends_all_its_outputs():
+    world = World("p0", "d0")
+    world.submit_outputs(3)
+    ends = [action for action in world.dispatch.cancel("r") if isinstance(action, End)]
+    assert [end.output for end in ends] == [0, 1, 2]
+
+
+def test_outputs_that_a_client_has_whole_end_at_once_and_the_others_go_on():
+    world = World("p0", "d0")
+    request = Request("r", (5, 6, 7), PARAMS, received_ids=((1, 1, 1, 1), (1,), ()))
+    end, second, third = world.dispatch.submit(request, 0.0)
+    assert (end.output, end.outcome) == (0, LENGTH)
+    assert (second.output_ids, third.output_ids, third.share) == ((1,), (), second.owner)

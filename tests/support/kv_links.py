@@ -11,8 +11,11 @@ from pathlib import Path
 from kvtransfer.layout import KVLayout, KVReader, KVWriter
 from kvtransfer.link import Link
 from kvtransfer.transports.base import Transport
+from kvtransfer.transports.carried import CarriedLimits, CarriedTransport
+from kvtransfer.transports.carrier import Carrier
 from kvtransfer.transports.memory import MemoryNetwork
-from kvtransfer.transports.zmq import ZmqTransport, ipc_endpoint
+from kvtransfer.transports.shared import SharedCarrier
+from kvtransfer.transports.zmq import CurveKey, ZmqTransport, ipc_endpoint
 from pdserve.clock import SystemClock
 from pdserve.config import TransferConfig
 from pdserve.errors import PdserveError
@@ -27,6 +30,7 @@ CONFIG = TransferConfig(
 )
 OWNER = Owner("tenant", "request", "router", 1)
 TOKENS = (SampledToken(42, -0.125, ((42, -0.125),)),)
+CARRIED_LIMITS = CarriedLimits(min_bytes=1, answer_timeout_s=1.0, arrival_timeout_s=0.4, cooldown_s=0.5)
 WAIT_S = 10.0
 
 Received = Sequence[SampledToken] | PdserveError
@@ -34,16 +38,35 @@ TransportFactory = Callable[[], Transport]
 
 
 def transport_factory(kind: str, folder: Path) -> TransportFactory:
-    """Makes transports that can reach each other: "memory", "ipc" or "tcp"."""
-    network, numbers = MemoryNetwork(), itertools.count()
+    """Makes transports that can reach each other: "memory", "ipc", "tcp", "curve" (tcp with one key), or "shared" or
+    "gloo" (ipc, with every payload on that carrier once it is open)."""
+    network, numbers, key = MemoryNetwork(), itertools.count(), CurveKey.generate()
 
     def make() -> Transport:
         name = f"worker{next(numbers)}"
         if kind == "memory":
             return network.transport()
-        return ZmqTransport("tcp://127.0.0.1:*" if kind == "tcp" else ipc_endpoint(folder / "kv", name), name.encode())
+        if kind in ("tcp", "curve"):
+            return ZmqTransport("tcp://127.0.0.1:*", name.encode(), key=key if kind == "curve" else None)
+        zmq = ZmqTransport(ipc_endpoint(folder / "kv", name), name.encode())
+        return zmq if kind == "ipc" else carried(zmq, kind)
 
     return make
+
+
+def carried(inner: Transport, *kinds: str, limits: CarriedLimits = CARRIED_LIMITS) -> CarriedTransport:
+    """`inner` with the carriers named, best first."""
+    carriers: dict[str, Callable[[], Carrier]] = {
+        "shared": lambda: SharedCarrier(2 * CONFIG.window_bytes),
+        "gloo": lambda: gloo_carrier(timeout_s=1.0),
+    }
+    return CarriedTransport(inner, [carriers[kind]() for kind in kinds], SystemClock(), logger("test-carried"), limits)
+
+
+def gloo_carrier(timeout_s: float) -> Carrier:
+    from kvtransfer.transports.distributed import DistributedCarrier, GroupSettings  # torch: seconds to import
+
+    return DistributedCarrier(GroupSettings("127.0.0.1", timeout_s=timeout_s))
 
 
 def make_link(

@@ -7,6 +7,9 @@
     out  {"event": "linked", "link"} {"event": "ticket", "name", "ticket"} {"event": "report", ...}
          {"event": "end", "name", "side", "error", "digest", "late"}
 
+Payloads of a group's links go by the carrier named when it is made ("inline": by none); the transport below it is the
+faulty one.
+
 A process ends when its input does. `Signal` is how it stops or kills itself at an exact moment of the protocol. A group
 is forked from one process that has done the imports, which is what costs time.
 """
@@ -33,6 +36,7 @@ from kvtransfer import frames
 from kvtransfer.frames import type_of
 from kvtransfer.link import Link
 from kvtransfer.transports.base import Event, Message, Part, Peer, Transport
+from kvtransfer.transports.carried import CarriedTransport
 from kvtransfer.transports.faulty import Fault, FaultRule, FaultyTransport
 from kvtransfer.transports.zmq import ZmqTransport, ipc_endpoint
 from pdserve.clock import SystemClock
@@ -40,7 +44,7 @@ from pdserve.errors import PdserveError
 from pdserve.tracing import Trace
 from pdserve.types import Ticket
 from support.kv_faults import CHUNK_TOKENS, LEASE_AFTER_S, TOKEN_COUNT
-from support.kv_links import LAYOUT, OWNER, make_link, send_all
+from support.kv_links import LAYOUT, OWNER, carried, gloo_carrier, make_link, send_all
 from support.kv_store import FakeStore
 
 _TESTS = Path(__file__).parent.parent
@@ -58,12 +62,12 @@ class Signal:
 
 
 @contextmanager
-def kv_processes(folder: Path, count: int) -> Iterator[list[KvProcess]]:
+def kv_processes(folder: Path, count: int, payload: str = "inline") -> Iterator[list[KvProcess]]:
     """So many processes, which share a folder for their sockets."""
     pairs = [socket.socketpair() for _ in range(count)]
     theirs = [pair[1].fileno() for pair in pairs]
     source = subprocess.Popen(
-        [sys.executable, "-m", "support.kv_process", str(folder), *map(str, theirs)],
+        [sys.executable, "-m", "support.kv_process", str(folder), payload, *map(str, theirs)],
         pass_fds=theirs,
         env=os.environ | {"PYTHONPATH": str(_TESTS)},
     )
@@ -175,8 +179,10 @@ class _SignallingTransport:
 class _Child:
     """What runs in the process."""
 
-    def __init__(self, folder: Path, connection: socket.socket) -> None:
+    def __init__(self, folder: Path, payload: str, connection: socket.socket) -> None:
         self._folder = folder
+        self._carriers = [] if payload == "inline" else [payload]
+        self._carried: dict[str, CarriedTransport] = {}
         self._connection = connection
         self._links: dict[str, Link] = {}
         self._lock = threading.Lock()
@@ -197,6 +203,7 @@ class _Child:
         ]
         transport: Transport = ZmqTransport(ipc_endpoint(self._folder, link), link.encode())
         transport = FaultyTransport(transport, unpacked, 1, SystemClock())
+        transport = self._carried[link] = carried(transport, *self._carriers)
         transport = _SignallingTransport(transport, Signal(**moment)) if moment else transport
         self._links[link] = make_link(transport, trace=Trace(capacity=256))  # a full one does not grow
         self._links[link].start()
@@ -233,6 +240,8 @@ class _Child:
             rss_kb=int(resident.split()[1]),
             descriptors=len(os.listdir("/proc/self/fd")),
             threads=threading.active_count(),
+            arenas=Path("/proc/self/maps").read_text().count("memfd:pdserve-kv"),
+            counts={link: dict(transport.counts) for link, transport in self._carried.items()},
         )
 
     def _on_end(self, name: str, side: str, store: FakeStore) -> Callable[[object], None]:
@@ -253,13 +262,15 @@ def digest_of(store: FakeStore) -> str:
     return hashlib.blake2b(store.keys.tobytes() + store.values.tobytes(), digest_size=16).hexdigest()
 
 
-def _fork(folder: Path, descriptors: list[int]) -> None:
+def _fork(folder: Path, payload: str, descriptors: list[int]) -> None:
     """One child for each connection; wait for them all."""
+    if payload == "gloo":
+        gloo_carrier(1.0)  # imports torch, once for all
     for place, descriptor in enumerate(descriptors):
         if os.fork() == 0:
             for other in descriptors[place + 1 :]:
                 os.close(other)
-            _Child(folder, socket.socket(fileno=descriptor)).run()
+            _Child(folder, payload, socket.socket(fileno=descriptor)).run()
             return
         os.close(descriptor)
     for _ in descriptors:
@@ -267,4 +278,4 @@ def _fork(folder: Path, descriptors: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    _fork(Path(sys.argv[1]), [int(number) for number in sys.argv[2:]])
+    _fork(Path(sys.argv[1]), sys.argv[2], [int(number) for number in sys.argv[3:]])

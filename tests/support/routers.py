@@ -12,7 +12,8 @@ from typing import Any
 
 from deploy.spec import WorkerSpec
 from deploy.worker import Worker
-from pdserve.config import Config, RouterConfig
+from kvtransfer.transports.zmq import CurveKey
+from pdserve.config import Config, RouterConfig, TransferConfig
 from pdserve.types import Role
 from router.server import Router
 
@@ -49,9 +50,16 @@ class RouterThread:
         self.stop()
 
 
-def make_worker(model: Path, sockets: Path, *routers: RouterThread, role: Role = Role.DECODE) -> Worker:
+def make_worker(
+    model: Path,
+    sockets: Path,
+    *routers: RouterThread,
+    role: Role = Role.DECODE,
+    transfer: TransferConfig | None = None,
+    kv_key: CurveKey | None = None,
+) -> Worker:
     """A worker of these routers that is not started yet."""
-    config = Config()
+    config = Config(transfer=transfer or TransferConfig())
     config = replace(config, engine=replace(config.engine, threads=1, kv_cache_mb=32))
     return Worker(
         WorkerSpec(
@@ -63,5 +71,6 @@ def make_worker(model: Path, sockets: Path, *routers: RouterThread, role: Role =
             kv_socket_directory=str(sockets),
             log_path="",
             config=config,
+            kv_key=kv_key,
         )
     )

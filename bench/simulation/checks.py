@@ -1,0 +1,83 @@
+"""What must hold after every event, whatever has happened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from bench.simulation.model import CheckedKV
+from bench.simulation.oracle import Violation
+from bench.simulation.router import SimulatedRouter
+from bench.simulation.worker import SimulatedWorker
+from kvtransfer.incoming import IncomingTransfer
+from kvtransfer.outgoing import OutgoingTransfer
+from router.dispatch import Phase
+
+_MAX_UNREAD = 10_000
+
+
+def check_worker(worker: SimulatedWorker) -> None:
+    """The pool's books, the blocks of transfers under way, the limits of all queues, and nobody's bug swallowed."""
+    worker.engine.pool.check_integrity()
+    name = worker.process.name
+    for owner, kv in _views(worker):
+        leased = worker.engine.pool.leased_to(owner)
+        if not set(kv.blocks) <= set(leased):
+            raise Violation(f"{name}: a transfer of {owner} is under way, and its blocks are not leased any more")
+    if worker.link._stats.internal_errors:
+        raise Violation(f"{name}: the link met an error it should not")
+    for what, count in (
+        ("prompts queued", len(worker.prefill.owners())),
+        ("requests queued", len(worker.decode.owners())),
+        ("outgoing transfers", worker.link._outgoing.taken),
+        ("incoming transfers", worker.link._incoming.taken),
+    ):
+        if count > worker.max_queued:
+            raise Violation(f"{name}: {count} {what}, the limit is {worker.max_queued}")
+    for wire in worker.process.wires:
+        if max(wire.unread.values()) > _MAX_UNREAD:
+            raise Violation(f"{name}: a session has more unread messages than its outbox takes")
+
+
+def check_router(router: SimulatedRouter) -> None:
+    """Each request in flight has its stream and somebody or some time to wait for; there are not more than allowed."""
+    dispatch = router.control.dispatch
+    streams, requests = len(router.control._streams), len(dispatch)
+    if streams != requests:
+        raise Violation(f"{router.process.name}: {requests} requests have {streams} streams")
+    for entry in dispatch._requests.values():  # the timer looks after those that wait for a place
+        waits = entry.phase is Phase.PLACING or (
+            entry.attempt is not None and entry.attempt.decode in router.control._sessions
+        )
+        if not waits:
+            raise Violation(f"{router.process.name}: {entry.request.request_id} waits for nobody")
+    if requests > router.config.max_requests:
+        raise Violation(f"{router.process.name}: {requests} requests, the limit is {router.config.max_requests}")
+
+
+def check_credit(sending: SimulatedWorker, workers: Iterable[SimulatedWorker]) -> None:
+    """It has not spent more than its receivers have granted."""
+    for transfer_id, outgoing in sending.link._exchange._outgoing.items():
+        for worker in workers:
+            incoming = worker.link._exchange._incoming.get(transfer_id)
+            if incoming is not None:
+                _compare(outgoing, incoming)
+
+
+def _compare(outgoing: OutgoingTransfer, incoming: IncomingTransfer) -> None:
+    sender, receiver = outgoing._sender, incoming._receiver
+    if outgoing._offer.epoch == receiver.epoch and sender.credit.spent > receiver.credit.granted:
+        raise Violation(f"{sender.credit.spent} bytes sent, {receiver.credit.granted} granted")
+
+
+def _views(worker: SimulatedWorker) -> list[tuple[object, CheckedKV]]:
+    """What transfers that have not ended may still read or write."""
+    exchange = worker.link._exchange
+    views: list[tuple[object, CheckedKV]] = []
+    for owner, export in worker.prefill._exports.items():
+        outgoing = exchange._outgoing.get(export._ticket.transfer_id)
+        if outgoing is not None and not outgoing.ended and export._kv is not None:
+            views.append((owner, export._kv))
+    for incoming in exchange._incoming.values():
+        if not incoming.ended and incoming._writer is not None:
+            views.append((incoming._writer.owner, incoming._writer))
+    return views

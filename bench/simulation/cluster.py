@@ -1,0 +1,228 @@
+"""The simulated cluster: builds what a scenario says, lets events happen one after the other, and checks after each.
+
+    faults happen at the scenario's events -> the last one is over: the network heals -> every request has ended
+        -> the late ones begin, and must succeed -> all is back at its start
+
+Each step has a deadline in virtual time. Whatever is wrong raises Violation.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+from bench.simulation import checks
+from bench.simulation.client import Job, JobPlan
+from bench.simulation.eventlog import EventLog
+from bench.simulation.model import LAYERS
+from bench.simulation.network import Fabric, KvNetwork
+from bench.simulation.oracle import Oracle, Script, Violation
+from bench.simulation.router import SimulatedRouter
+from bench.simulation.scenario import Fault, FaultKind, Scenario
+from bench.simulation.sessions import IDLE
+from bench.simulation.timeline import Event, Process, Timeline
+from bench.simulation.worker import SimulatedWorker, WorkerPlan
+from pdserve.errors import PdserveError
+
+_END_S = 40.0  # after the last fault: every request has ended
+_REST_S = 10.0  # after the last request: all is back at its start
+_MEMBERS_S = 8.0  # after the last fault: everybody is a member again
+_MAX_EVENTS = 200_000
+_LOOK_EVERY = 8  # events: whether something is done costs more than an event
+
+
+class Cluster:
+    """One run of a scenario."""
+
+    def __init__(self, scenario: Scenario, log: EventLog) -> None:
+        self.scenario = scenario
+        self.events = 0
+        self.counts: Counter[str] = Counter()
+        self._log = log
+        self._timeline = Timeline()
+        log.clock = self._timeline
+        self._rng = random.Random(f"run {scenario.seed}")
+        self._fabric = Fabric(self._timeline, self._rng, scenario.conditions)
+        self._network = KvNetwork(self._fabric)
+        self._oracle = Oracle(scenario.seed, LAYERS)
+        self._client = Process(self._timeline, "client", "client")
+        self._routers: dict[str, SimulatedRouter] = {}
+        self._workers: dict[str, SimulatedWorker] = {}
+        self._faults = list(scenario.faults)
+        self._busy_events = 0
+        self._broken = 0  # faults that are not over
+        self._incarnations: Counter[str] = Counter()
+        for host in scenario.routers:
+            self._start_router(host)
+        for plan in scenario.workers:
+            self._start_worker(plan)
+        self.jobs = [self._job(plan, plan.submit_s) for plan in scenario.jobs]
+
+    def run(self) -> None:
+        """Raises Violation."""
+        self._run_until(self._disturbed, _END_S, "the faults' end")
+        self._faults.clear()
+        self._fabric.conditions = self._fabric.conditions.healed()
+        self._log.write("network", "healed")
+        self._run_until(lambda: all(job.outcome is not None for job in self.jobs), _END_S, "the end of every request")
+        self._run_until(self._complete, _MEMBERS_S, "the return of every worker")
+        late = [self._job(plan, self._timeline.now()) for plan in self.scenario.late_jobs]
+        self.jobs += late
+        self._run_until(lambda: all(job.outcome is not None for job in late), _END_S, "the end of the late requests")
+        self._run_until(lambda: not self._held(), _REST_S, "the return of everything that was held")
+        self._check_outcomes(late)
+        self._note_counts()
+
+    # The loop.
+
+    def _run_until(self, done: Callable[[], bool], limit_s: float, what: str) -> None:
+        deadline = self._timeline.now() + limit_s
+        while self.events % _LOOK_EVERY or not done():
+            event = self._timeline.next_event()
+            if event is None or self._timeline.now() > deadline or self.events > _MAX_EVENTS:
+                raise Violation(f"waited {limit_s:g} s in vain for {what}: {'; '.join(self._held()) or 'all is quiet'}")
+            self._happen(event)
+
+    def _happen(self, event: Event) -> None:
+        self.events += 1
+        busy = event.label not in IDLE
+        if busy:
+            self._busy_events += 1
+            while self._faults and self._faults[0].at_event <= self._busy_events:
+                self._strike(self._faults.pop(0))
+            if event.process is not None and not event.process.takes(event):
+                return
+            self._log.event(event)
+        event.call()
+        if event.process is not None and event.process.alive:
+            event.process.check(event.label)
+
+    def _check_worker(self, worker: SimulatedWorker, label: str) -> None:
+        worker.look_for_work()
+        if label not in IDLE and label != "frame":  # one that has arrived is only looked at in the link's turn
+            checks.check_worker(worker)
+            checks.check_credit(worker, self._workers.values())
+
+    # Where the run stands.
+
+    def _disturbed(self) -> bool:
+        """Whether no fault is left to happen or to end. Those that find nothing going on any more do not happen."""
+        idle = self._timeline.now() > 1.0 and all(job.outcome is not None for job in self.jobs)
+        return self._broken == 0 and (idle or not self._faults)
+
+    def _complete(self) -> bool:
+        """Whether every worker is a member of every router, in its latest incarnation."""
+        names = {worker.process.name for worker in self._workers.values()}
+        return all(
+            {member.info.incarnation for member in router.control.membership} == names
+            for router in self._routers.values()
+        )
+
+    def _held(self) -> list[str]:
+        waiting = [f"{job.plan.request_id} has not ended" for job in self.jobs if job.outcome is None]
+        return waiting + [
+            held for part in (*self._workers.values(), *self._routers.values()) for held in part.at_rest()
+        ]
+
+    def _check_outcomes(self, late: list[Job]) -> None:
+        """What a failure may excuse without any, and once all are over, it may not."""
+        undisturbed = self.jobs if self.scenario.calm else late
+        for job in undisturbed:
+            left = job.plan.leaves_after_s is not None
+            if isinstance(job.outcome, PdserveError) and not left:
+                raise Violation(f"{job.plan.request_id} failed, and nothing was wrong any more: {job.outcome!r}")
+            if self.scenario.calm and not left and job.attempts != 1:
+                raise Violation(f"{job.plan.request_id} took {job.attempts} attempts, and nothing was wrong")
+        if self.scenario.calm and (self.counts["another sender"] or self.counts["local prefill"]):
+            raise Violation("a transfer lost its sender, and nothing was wrong")
+
+    def _note_counts(self) -> None:
+        for worker in self._workers.values():
+            worker.note_counts()
+        for job in self.jobs:
+            self.counts[type(job.outcome).__name__] += 1
+            self.counts["attempt made again"] += max(job.attempts - 1, 0)
+            self.counts["call made again"] += job.calls - 1
+
+    # What it is made of.
+
+    def _job(self, plan: JobPlan, submit_s: float) -> Job:
+        job = Job(plan, self._script(plan), self._client, self._fabric, self._rng, self._reachable)
+        self._client.at(submit_s, "client calls", job.start)
+        return job
+
+    def _script(self, plan: JobPlan) -> Script:
+        if plan.stop_at is None:
+            return self._oracle.write(plan.request_id, plan.prompt_count, plan.params)
+        return self._oracle.with_stop_id(plan.request_id, plan.prompt_count, plan.params, plan.stop_at)
+
+    def _reachable(self) -> list[SimulatedRouter]:
+        return [router for router in self._routers.values() if router.process.alive]
+
+    def _incarnation(self, host: str) -> str:
+        self._incarnations[host] += 1
+        return f"{host}#{self._incarnations[host]}"
+
+    def _start_router(self, host: str) -> None:
+        router = SimulatedRouter(host, self._incarnation(host), self._fabric, self.scenario.router)
+        router.process.check = lambda label: checks.check_router(router)
+        self._routers[host] = router
+
+    def _start_worker(self, plan: WorkerPlan) -> None:
+        worker = SimulatedWorker(
+            plan,
+            self._incarnation(plan.worker_id),
+            self._fabric,
+            self._network,
+            self._oracle,
+            self.scenario.engine,
+            self.scenario.transfer,
+            self._routers,
+            self.counts,
+        )
+        worker.process.check = partial(self._check_worker, worker)
+        self._workers[plan.worker_id] = worker
+
+    # Faults.
+
+    def _strike(self, fault: Fault) -> None:
+        part = self._routers.get(fault.host) or self._workers[fault.host]
+        if not part.process.alive or part.process.frozen:
+            return  # one thing at a time for a process
+        self.counts[fault.kind] += 1
+        self._log.write(fault.host, f"FAULT {fault.kind} {fault.other} for {fault.duration_s:.3f} s")
+        self._broken += 1
+        match fault.kind:
+            case FaultKind.CRASH:
+                part.kill(fault.death)
+            case FaultKind.FREEZE:
+                part.process.freeze()
+            case FaultKind.CUT:
+                for wire in list(part.process.wires):
+                    if wire.joins(fault.other):
+                        wire.break_()
+            case FaultKind.ERROR:
+                if isinstance(part, SimulatedWorker):
+                    part.engine.fail_next_step()
+            case FaultKind.DRAIN:
+                if isinstance(part, SimulatedWorker):
+                    part.drain(cancel=False)
+            case FaultKind.PART:
+                self._fabric.part(fault.host, fault.other, fault.duration_s)
+            case FaultKind.SLOW:
+                self._fabric.slow(fault.host, fault.other, 0.2, fault.duration_s)
+        self._timeline.after(fault.duration_s, "fault ends", partial(self._recover, fault, part.process))
+
+    def _recover(self, fault: Fault, process: Process) -> None:
+        self._broken -= 1
+        self._log.write(fault.host, f"{fault.kind} is over")
+        if fault.kind is FaultKind.FREEZE and process.alive:
+            process.resume()
+        elif fault.kind is FaultKind.DRAIN and fault.host in self._workers:
+            self._workers[fault.host].drain(cancel=True)
+        elif fault.kind is FaultKind.CRASH and fault.host in self._routers:
+            self._start_router(fault.host)
+        elif fault.kind is FaultKind.CRASH:
+            self._start_worker(self._workers[fault.host].plan)

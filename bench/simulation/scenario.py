@@ -1,0 +1,184 @@
+"""What one seed stands for: a cluster's shape and settings, its clients, and the faults that will happen to it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from enum import StrEnum
+
+from bench.simulation.client import JobPlan
+from bench.simulation.model import TOKEN_BYTES
+from bench.simulation.network import Conditions, Death
+from bench.simulation.worker import WorkerPlan
+from pdserve.config import TRANSFER_MODES, EngineConfig, RouterConfig, TransferConfig
+from pdserve.types import Role, SamplingParams
+
+_CALM_SHARE = 0.15
+_FIRST_BUSY_S = 0.5  # by then everybody has joined
+
+
+class FaultKind(StrEnum):
+    CRASH = "crash"  # a process dies, and starts again later
+    FREEZE = "freeze"  # a process stops, and goes on later
+    CUT = "cut"  # the connections between two hosts are reset
+    PART = "part"  # nothing passes between two hosts for a while
+    SLOW = "slow"  # everything between two hosts takes long for a while
+    ERROR = "error"  # a worker's next step raises
+    DRAIN = "drain"  # a worker takes nothing new for a while
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Happens right before the busy event with this number. `other` is the second host where it takes two."""
+
+    at_event: int
+    kind: FaultKind
+    host: str
+    other: str
+    duration_s: float
+    death: Death
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """All of it. `calm`: nothing fails, so nothing may be noticed either."""
+
+    seed: int
+    calm: bool
+    routers: tuple[str, ...]
+    workers: tuple[WorkerPlan, ...]
+    conditions: Conditions
+    engine: EngineConfig
+    transfer: TransferConfig
+    router: RouterConfig
+    jobs: tuple[JobPlan, ...]
+    late_jobs: tuple[JobPlan, ...]  # begin when all faults are over, and must succeed
+    faults: tuple[Fault, ...]
+
+
+def draw(seed: int) -> Scenario:
+    """The scenario of a seed."""
+    rng = random.Random(seed)
+    calm = rng.random() < _CALM_SHARE
+    block_tokens = rng.choice((2, 4, 8))
+    longest = rng.choice((24, 48, 72))
+    workers = _workers(rng, block_tokens, longest, calm)
+    routers = tuple(f"router-{i}" for i in range(rng.choice((1, 1, 2))))
+    job_count = 10 if calm else rng.randint(3, 12)
+    engine = EngineConfig(
+        block_tokens=block_tokens,
+        max_step_tokens=rng.choice((4, 8, 32)),
+        max_running=rng.choice((2, 4, 8)),
+        max_queued=64 if calm else rng.choice((3, 64, 64)),
+    )
+    return Scenario(
+        seed=seed,
+        calm=calm,
+        routers=routers,
+        workers=workers,
+        conditions=Conditions() if calm else _conditions(rng),
+        engine=engine,
+        transfer=_transfer(rng, calm),
+        router=RouterConfig(
+            max_attempts=rng.choice((5, 8)),
+            placement_timeout_ms=4_000,
+            ticket_timeout_ms=2_000,
+            renew_interval_ms=400,
+            worker_timeout_ms=1_500,
+            max_recoveries=rng.choice((1, 4)),
+            breaker_cooldown_ms=500,
+            poison_refusal_ms=2_000,
+            max_requests=64 if calm else rng.choice((4, 64, 64)),
+        ),
+        jobs=tuple(_job(rng, f"r{i}", longest, calm) for i in range(job_count)),
+        late_jobs=tuple(_job(rng, f"late{i}", longest, True) for i in range(2)),
+        faults=() if calm else _faults(rng, [worker.worker_id for worker in workers], routers, job_count),
+    )
+
+
+def _workers(rng: random.Random, block_tokens: int, longest: int, calm: bool) -> tuple[WorkerPlan, ...]:
+    """Pools from "just one of the longest" to "all of them"."""
+
+    def plan(role: Role, index: int) -> WorkerPlan:
+        blocks = -(-longest // block_tokens) + 1
+        slow = rng.random() < (0.5 if calm else 0.15)
+        return WorkerPlan(
+            worker_id=f"{role.value}-{index}",
+            role=role,
+            block_count=round(blocks * rng.choice((1.0, 1.3, 2.0, 5.0))),
+            step_s=(0.02, 0.06) if slow else (0.002, 0.008),
+        )
+
+    prefill = [plan(Role.PREFILL, i) for i in range(rng.choice((1, 1, 2, 3)))]
+    decode = [plan(Role.DECODE, i) for i in range(rng.choice((1, 2, 2, 3)))]
+    return (*prefill, *decode)
+
+
+def _transfer(rng: random.Random, calm: bool) -> TransferConfig:
+    """Where nothing fails, tickets are short: they must live by being renewed."""
+    frame_bytes = TOKEN_BYTES * rng.choice((3, 8, 64))
+    return TransferConfig(
+        window_bytes=frame_bytes * rng.choice((1, 2, 8)),
+        max_frame_bytes=frame_bytes,
+        ticket_ttl_ms=200 if calm else 600,
+        ping_interval_ms=50 if calm else 100,
+        deadline_ms=8_000,
+        max_renewals=rng.choice((0, 1, 2)),
+        renewal_failures=2,
+        renewal_cooldown_ms=500,
+        mode=rng.choice(("layerwise", *TRANSFER_MODES)),
+    )
+
+
+def _conditions(rng: random.Random) -> Conditions:
+    bad = rng.random() < 0.6
+    return Conditions(
+        delay_s=rng.choice(((0.0002, 0.001), (0.001, 0.01))),
+        lost=rng.choice((0.0, 0.02, 0.1)) if bad else 0.0,
+        doubled=rng.choice((0.0, 0.1)) if bad else 0.0,
+        damaged=rng.choice((0.0, 0.03)) if bad else 0.0,
+        late=rng.choice((0.0, 0.1)) if bad else 0.0,
+        late_s=rng.choice((0.02, 0.2, 1.0)),
+    )
+
+
+def _job(rng: random.Random, request_id: str, longest: int, patient: bool) -> JobPlan:
+    prompt_count = rng.choice((rng.randint(1, longest - 1), rng.randint(1, longest // 4)))
+    max_tokens = min(rng.choice((1, 2, rng.randint(1, 40), 40)), longest - prompt_count)
+    leaves = not patient and rng.random() < 0.25
+    return JobPlan(
+        request_id=request_id,
+        submit_s=_FIRST_BUSY_S + rng.choice((0.0, rng.uniform(0.0, 0.6))),
+        prompt_count=prompt_count,
+        params=SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=rng.random() < 0.5),
+        stop_at=rng.randrange(max_tokens) if rng.random() < 0.2 else None,
+        text_stop_at=rng.randint(1, max_tokens) if rng.random() < 0.15 else None,
+        leaves_after_s=rng.choice((0.0, rng.uniform(0.0, 0.3), 1.0)) if leaves else None,
+        returns_after_s=rng.choice((0.0, 0.005, 0.2)) if leaves and rng.random() < 0.5 else None,
+    )
+
+
+def _faults(rng: random.Random, workers: list[str], routers: tuple[str, ...], job_count: int) -> tuple[Fault, ...]:
+    """A few at any events, sometimes several at once."""
+    faults: list[Fault] = []
+    span = 40 * job_count
+    while len(faults) < 1 or rng.random() < 0.7:
+        kind = rng.choice((FaultKind.CRASH, FaultKind.CRASH, FaultKind.FREEZE, *FaultKind))
+        host = rng.choice((*workers, *workers, *routers)) if kind in (FaultKind.CRASH, FaultKind.FREEZE) else ""
+        if not host:
+            host = rng.choice(workers)
+        others = [other for other in (*workers, *routers) if other != host]
+        if kind is FaultKind.CUT:
+            host, others = rng.choice(routers), [*workers, "client"]
+        at_event = faults[-1].at_event if faults and rng.random() < 0.15 else rng.randrange(span)
+        faults.append(
+            Fault(
+                at_event=at_event,
+                kind=kind,
+                host=host,
+                other=rng.choice(others),
+                duration_s=rng.choice((0.02, 0.3, 1.0, rng.uniform(0.0, 3.0))),
+                death=rng.choice(tuple(Death)),
+            )
+        )
+    return tuple(sorted(faults, key=lambda fault: fault.at_event))

@@ -1,0 +1,126 @@
+"""Several outputs of one prompt: computed once, blocks shared, and each output has the bits it has alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine.engine import Engine
+from engine.sequence import Sequence
+from pdserve.errors import Cancelled
+from pdserve.types import Owner, SamplingParams
+from support.engines import Job, make_engine, run
+
+BLOCK = 32
+PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=12, logprobs=1)
+
+
+def owner(output: int) -> Owner:
+    return Owner("tests", "shared", "router", 1, output)
+
+
+def prompt_of(count: int) -> list[int]:
+    return random.Random(count).choices(range(250), k=count)
+
+
+def submit(engine: Engine, job: Job, output: int, shares: int | None = None) -> None:
+    share = None if shares is None else owner(shares)
+    engine.submit(Sequence(owner(output), job.prompt, job.output, job.params, job, index=output, shares=share))
+
+
+def finish(engine: Engine, jobs: list[Job]) -> None:
+    while not all(job.ended for job in jobs):
+        assert engine.step(), "nothing to do, and a job has not ended"
+        engine.check_integrity()
+    assert engine.load().blocks.leased == 0
+
+
+@pytest.fixture(scope="module")
+def engine(llama) -> Engine:
+    return make_engine(llama)
+
+
+def alone(engine: Engine, prompt: list[int], output: int) -> Job:
+    job = Job(prompt, PARAMS)
+    submit(engine, job, output)
+    finish(engine, [job])
+    return job
+
+
+@pytest.mark.parametrize("count", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 1, 150])
+@pytest.mark.parametrize("steps_before", [0, 1, 5])
+def test_each_output_is_what_it_is_alone(engine, count, steps_before):
+    prompt = prompt_of(count)
+    expected = [alone(engine, prompt, output).tokens for output in range(4)]
+    jobs = [Job(prompt, PARAMS) for _ in range(4)]
+    submit(engine, jobs[0], 0)
+    for _ in range(steps_before):
+        engine.step()
+    for output in range(1, 4):
+        submit(engine, jobs[output], output, shares=0)
+    finish(engine, jobs)
+    assert [job.tokens for job in jobs] == expected
+
+
+def test_the_prompt_is_computed_once_and_its_full_blocks_are_held_once(engine):
+    prompt = prompt_of(150)
+    jobs = [Job(prompt, PARAMS) for _ in range(4)]
+    submit(engine, jobs[0], 0)
+    for output in range(1, 4):
+        submit(engine, jobs[output], output, shares=0)
+    steps = 0
+    while not all(job.tokens for job in jobs):
+        engine.step()
+        steps += 1
+    assert steps == 4  # 150 tokens in chunks of 64, then one row for each follower's last prompt token
+    assert engine.load().blocks.leased == 4 + 4  # 149 // 32 full ones, and one of each output's own
+    finish(engine, jobs)
+
+
+def test_outputs_that_have_tokens_already_share_the_prompt_and_compute_the_rest(engine):
+    prompt = prompt_of(100)
+    expected = [alone(engine, prompt, output) for output in range(3)]
+    received = [expected[output].token_ids[:count] for output, count in enumerate((3, 1, 7))]
+    jobs = [Job(prompt, PARAMS, output=ids) for ids in received]
+    for output, job in enumerate(jobs):
+        submit(engine, job, output, shares=0 if output else None)
+    finish(engine, jobs)
+    for job, ids, whole in zip(jobs, received, expected, strict=True):
+        assert job.tokens == whole.tokens[len(ids) :]
+
+
+def test_followers_of_one_that_is_aborted_compute_the_prompt_themselves(engine):
+    prompt = prompt_of(150)
+    expected = alone(engine, prompt, 1).tokens
+    leader, follower = Job(prompt, PARAMS), Job(prompt, PARAMS)
+    submit(engine, leader, 0)
+    submit(engine, follower, 1, shares=0)
+    engine.step()
+    engine.abort(owner(0), Cancelled("gone"))
+    finish(engine, [leader, follower])
+    assert follower.tokens == expected
+
+
+def test_a_follower_that_is_aborted_while_it_waits_leaves_nothing(engine):
+    prompt = prompt_of(150)
+    leader, follower = Job(prompt, PARAMS), Job(prompt, PARAMS)
+    submit(engine, leader, 0)
+    submit(engine, follower, 1, shares=0)
+    engine.step()
+    engine.abort(owner(1), Cancelled("gone"))
+    finish(engine, [leader, follower])
+    assert isinstance(follower.outcome, Cancelled)
+    assert len(leader.tokens) == PARAMS.max_tokens
+
+
+def test_in_a_pool_too_small_for_all_each_still_ends_with_its_bits(llama, engine):
+    small = make_engine(llama, max_running=3)
+    prompt = prompt_of(100)
+    expected = [alone(engine, prompt, output).tokens for output in range(8)]
+    jobs = [Job(prompt, PARAMS) for _ in range(8)]
+    for output, job in enumerate(jobs):
+        submit(small, job, output, shares=0 if output else None)
+    finish(small, jobs)
+    assert [job.tokens for job in jobs] == expected
+    run(small, Job(prompt, PARAMS))

@@ -1,0 +1,84 @@
+"""The simulation finds planted faults: each is one line of the product done wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from bench.simulation import simulate
+from decode_worker.service import DecodeService
+from engine.sequence import Sequence
+from kvtransfer.receiver import Receiver
+from kvtransfer.sender import Sender
+from prefill_worker.service import Export
+
+_SEEDS = 500
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def _free_on_send(patch: pytest.MonkeyPatch) -> None:
+    """Prefill gives its blocks back when everything is handed to the link, not when the receiver has it."""
+    on_tokens = Export.on_tokens
+
+    def freeing(self: Export, sequence: Sequence, tokens: Any) -> None:
+        on_tokens(self, sequence, tokens)
+        self._engine.unpin(self._owner)
+
+    patch.setattr(Export, "on_tokens", freeing)
+
+
+def _no_epoch_check(patch: pytest.MonkeyPatch) -> None:
+    """A receiver takes frames of senders whose time is over."""
+    on_frame = Receiver.on_frame
+
+    def blind(self: Receiver, frame: Any, now: float) -> Any:
+        return on_frame(self, replace(frame, epoch=self.epoch), now)
+
+    patch.setattr(Receiver, "on_frame", blind)
+
+
+def _token_twice(patch: pytest.MonkeyPatch) -> None:
+    """A worker appends the fourth token of an output twice."""
+    accept = Sequence.accept
+
+    def doubled(self: Sequence, token_id: int, eos_token_ids: Any) -> Any:
+        if self.output_count == 3:
+            accept(self, token_id, eos_token_ids)
+        return accept(self, token_id, eos_token_ids)
+
+    patch.setattr(Sequence, "accept", doubled)
+
+
+def _ticket_never_renewed(patch: pytest.MonkeyPatch) -> None:
+    """A sender that waits in its queue does not keep its ticket alive."""
+    probe = Sender._probe
+
+    def mute(self: Sender) -> Any:
+        frame = probe(self)
+        return replace(frame, frame=replace(frame.frame, epoch=0)) if self.state == "queued" else frame
+
+    patch.setattr(Sender, "_probe", mute)
+
+
+def _terminal_twice(patch: pytest.MonkeyPatch) -> None:
+    """A decode worker tells a request's end twice."""
+    note_end = DecodeService.note_end
+
+    def doubled(self: DecodeService, owner: Any, outcome: Any) -> None:
+        note_end(self, owner, outcome)
+        note_end(self, owner, outcome)
+
+    patch.setattr(DecodeService, "note_end", doubled)
+
+
+@pytest.mark.parametrize(
+    "mutant", [_free_on_send, _no_epoch_check, _token_twice, _ticket_never_renewed, _terminal_twice]
+)
+def test_a_mutant_is_caught(mutant: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant(monkeypatch)
+    caught = next((seed for seed in range(_SEEDS) if simulate(seed).problem is not None), None)
+    assert caught is not None, f"{mutant.__name__} survives {_SEEDS} seeds"
