@@ -54,7 +54,7 @@ def _unfence_dispatch() -> None:
     on_tokens, on_terminal = Dispatch.on_tokens, Dispatch.on_terminal
 
     def current(dispatch: Any, owner: Any) -> Any:
-        entry = dispatch._requests.get(owner.request_id)
+        entry = dispatch._requests.get((owner.request_id, owner.output))
         return entry if entry is not None and entry.attempt is not None else None
 
     def take_tokens(dispatch: Any, worker: str, owner: Any, first_position: int, tokens: Any, now: float) -> Any:
