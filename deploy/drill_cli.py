@@ -43,7 +43,7 @@ def list_drills(json_output: Annotated[bool, typer.Option("--json", help="Print 
 
 @app.command()
 def run(
-    name: Annotated[str, typer.Argument(help="A drill's name, or all.")],
+    names: Annotated[list[str], typer.Argument(help="Drills' names, or all.")],
     seed: Annotated[int, typer.Option(help="Of the load and of what chance decides.")] = 0,
     duration: Annotated[float, typer.Option(help="Seconds, for drills that go on as long as one likes.")] = 60.0,
     streams: Annotated[int, typer.Option(help="Requests at once.")] = 5,
@@ -57,7 +57,7 @@ def run(
     ] = "",
     json_output: JsonOption = False,
 ) -> None:
-    """Hold a drill, or all of them, and give a verdict."""
+    """Hold drills, or all of them, and give a verdict on each."""
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of Ray's, into the picture
     from deploy.drill_display import LiveProgress, SilentProgress, print_outcome
     from deploy.drills.catalogue import find
@@ -65,7 +65,7 @@ def run(
     from deploy.drills.stage import Settings
     from deploy.drills.timeline import page
 
-    drills = find(name)
+    drills = [drill for name in names for drill in find(name)]
     if target and defect:
         raise ConfigError("--break needs a cluster of the drill's own: leave --target out")
     settings = replace(Settings(), seed=seed, duration_s=duration, streams=streams)
