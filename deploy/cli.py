@@ -23,8 +23,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from deploy import bench_cli
+from deploy import bench_cli, drill_cli
 from deploy.runtime import RuntimeDirectory
+from deploy.termination import STOP_SIGNALS, exit_on_signals
 from pdserve import logs
 from pdserve.client import Client, Result
 from pdserve.config import TRANSFER_MODES, Config, load_config
@@ -37,8 +38,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench_cli.app, name="bench")
+app.add_typer(drill_cli.app, name="drill")
 _out = Console(highlight=False)
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="TOML file; flags override it.")]
@@ -230,7 +231,7 @@ def _run_cluster(config: Config, json_output: bool) -> None:
     from deploy.cluster import LocalCluster
 
     def progress(stage: str) -> None:
-        _exit_on_signals()  # at every stage, because Ray puts its own handler in place when it starts
+        exit_on_signals()  # at every stage, because Ray puts its own handler in place when it starts
         if not json_output:
             _out.print(f"starting {stage} …")
 
@@ -252,7 +253,7 @@ def _run_cluster(config: Config, json_output: bool) -> None:
             threading.Event().wait()
         if not json_output:
             _out.print("stopping …")
-        for number in _STOP_SIGNALS:
+        for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
 
@@ -260,20 +261,10 @@ def _print_config(config: Config) -> None:
     _out.print(f"config: {json.dumps(config.as_dict())}", markup=False, soft_wrap=True)
 
 
-def _exit_on_signals() -> None:
-    """Ctrl-C and SIGTERM unwind the main thread, so that whatever has been started is stopped."""
-
-    def leave(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    for number in _STOP_SIGNALS:
-        signal.signal(number, leave)
-
-
 def _start_detached(config: Config, arguments: list[str], json_output: bool) -> None:
     """Run the same command without --detach in a session of its own, and wait for its health check."""
     runtime = RuntimeDirectory(config.cluster.runtime_dir)
-    _exit_on_signals()
+    exit_on_signals()
     if not json_output:
         _print_config(config)
     command = [sys.executable, "-m", "deploy.cli", *(a for a in arguments if a != "--detach")]

@@ -95,9 +95,9 @@ class LocalCluster:
     def worker_ids(self) -> list[str]:
         return list(self._workers)
 
-    def trace_events(self, worker_id: str, since_ns: int = 0) -> list[TraceEvent]:
+    def trace_events(self, worker_id: str, since_ns: int = 0, timeout_s: float = 30.0) -> list[TraceEvent]:
         """A worker's trace from `since_ns` on, on this host's monotonic clock."""
-        return ray.get(self._workers[worker_id].trace_events.remote(since_ns), timeout=30.0)
+        return ray.get(self._workers[worker_id].trace_events.remote(since_ns), timeout=timeout_s)
 
     def wait_ready(self, timeout_s: float) -> None:
         """Wait until every worker is a member of every router again. Raises Unavailable."""

@@ -1,6 +1,7 @@
-"""SIGTERM in a process whose main thread is not Python's own: Ray keeps it in C++, where handlers do not run.
+"""What signals do.
 
-A signal writes a byte into a pipe the moment it comes, whatever the main thread does; a thread of ours reads it.
+In a process whose main thread is not Python's own (Ray keeps it in C++) handlers do not run. There, a signal writes a
+byte into a pipe the moment it comes, whatever the main thread does; a thread of ours reads it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import signal
 import threading
 from collections.abc import Callable
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
 
 def on_sigterm(leave: Callable[[], None]) -> None:
     """Call `leave` once, on a thread of its own, when SIGTERM comes; then end the process. Main thread only."""
@@ -18,6 +21,17 @@ def on_sigterm(leave: Callable[[], None]) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     threading.Thread(target=_wait, args=(reader, leave), name="sigterm", daemon=True).start()
+
+
+def exit_on_signals() -> None:
+    """Ctrl-C and SIGTERM unwind the main thread, so that whatever has been started is stopped. Call it again whenever
+    Ray has started: it puts handlers of its own in place."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, leave)
 
 
 def _wait(reader: int, leave: Callable[[], None]) -> None:

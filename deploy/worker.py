@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from decode_worker.service import DecodeService
+from deploy import faulty_wire
 from deploy.spec import WorkerSpec
 from engine.build import build_engine
 from engine.engine import SWITCH_INTERVAL_S
@@ -60,6 +61,8 @@ class Worker:
         incarnation = f"{spec.worker_id}-{secrets.token_hex(6)}"
         sockets, log = Path(spec.kv_socket_directory), logs.logger("kv")
         transport = worker_transport(config.transfer, incarnation, sockets, spec.kv_key, SystemClock(), log)
+        if faults_file := os.environ.get(faulty_wire.VARIABLE):  # only a build under test is started with it
+            transport = faulty_wire.SwitchedFaults(transport, Path(faults_file), SystemClock())
         shape = self._engine.store.shape
         layout = KVLayout(shape.layer_count, shape.kv_heads, shape.head_dim, built.dtype)
         self._link = Link(

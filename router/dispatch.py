@@ -292,6 +292,12 @@ class Dispatch:
             entry.deadline = None  # those before it have one
             return []
         wish, candidates = self._wish(entry), self._candidates(now)
+        if entry.suspicion.isolated:  # two suspects on one worker would be convicted together
+            apart = [candidate for candidate in candidates if not candidate.isolating]
+            if candidates and not apart:
+                entry.deadline = None  # whoever is there has one, or will be convicted or cleared
+                return []
+            candidates = apart
         share = self._shareable(entry, candidates)
         decode = share[0] if share else self._policy.choose_decode(wish, candidates)
         if decode is None:

@@ -5,7 +5,8 @@
        └──────PROGRESS tokens─────┴─────────────────────┘
 
 Every request on a worker that is lost is suspected a little; one that goes on for a while afterwards was not the cause.
-An isolated one gets one worker, which computes it alone from the prompt on, and others stay away from that worker.
+An isolated one gets one worker, which computes it alone from the prompt on, and others stay away from that worker; a
+second one waits for a worker of its own.
 """
 
 from __future__ import annotations

@@ -341,6 +341,23 @@ def test_a_request_that_crashes_workers_is_isolated_then_ended_and_refused():
     world.dispatch.submit(Request("again", (5, 6, 7), PARAMS), 61.0)
 
 
+def test_two_suspected_requests_never_meet_so_that_the_innocent_one_is_not_convicted_with_the_other():
+    world = World("d0")
+    for name in ("poison", "innocent"):
+        world.submit(name)
+    world.join("d1")
+    world.lose("d0")
+    world.join("d2")
+    started = [action for action in world.lose("d1") if isinstance(action, StartDecode)]
+    assert [start.request.request_id for start in started] == ["poison"]
+    assert world.dispatch.tick(60.0) == []
+    *_, end = world.lose("d2")
+    assert (end.request_id, type(end.outcome)) == ("poison", InternalError)
+    world.join("d3")
+    (start,) = world.dispatch.on_worker_joined(0.0)
+    assert (start.request.request_id, start.local_prefill) == ("innocent", True)
+
+
 def test_a_crash_long_after_the_last_one_is_another_ones_fault():
     world = World("d0", "d1", "d2", "d3")
     (start,) = world.submit(params=replace(PARAMS, max_tokens=1000))

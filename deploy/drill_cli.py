@@ -1,0 +1,110 @@
+"""`pdserve drill`: proves on a cluster that losing anything costs its users nothing.
+
+Exit codes: 0 every drill passed (in `all`, or could not be held here and says why), 1 one failed, 2 a wrong argument,
+3 the one drill asked for could not be held here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from pdserve.config import Config, load_config
+from pdserve.errors import ConfigError
+
+app = typer.Typer(help="Break a cluster on purpose, and see what its users notice.", no_args_is_help=True)
+_out = Console(highlight=False)
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object a drill, the last line a summary.")]
+
+
+@app.command("list")
+def list_drills(json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+    """The drills there are."""
+    from deploy.drills.catalogue import DRILLS
+
+    if json_output:
+        _out.print_json(json.dumps({"drills": [{"name": drill.name, "about": drill.about} for drill in DRILLS]}))
+        return
+    table = Table("drill", "what it does", box=box.SIMPLE)
+    for drill in DRILLS:
+        table.add_row(drill.name, drill.about)
+    _out.print(table)
+
+
+@app.command()
+def run(
+    names: Annotated[list[str], typer.Argument(help="Drills' names, or all.")],
+    seed: Annotated[int, typer.Option(help="Of the load and of what chance decides.")] = 0,
+    duration: Annotated[float, typer.Option(help="Seconds, for drills that go on as long as one likes.")] = 60.0,
+    streams: Annotated[int, typer.Option(help="Requests at once.")] = 5,
+    target: Annotated[
+        str, typer.Option("--target", help="host:port of each router of a running cluster, commas between.")
+    ] = "",
+    config: Annotated[Path | None, typer.Option("--config", help="TOML file for the drills' clusters.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write the timelines into this page.")] = None,
+    defect: Annotated[
+        str, typer.Option("--break", help="Put in an intentional defect: the drill must then fail.")
+    ] = "",
+    json_output: JsonOption = False,
+) -> None:
+    """Hold drills, or all of them, and give a verdict on each."""
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of Ray's, into the picture
+    from deploy.drill_display import LiveProgress, SilentProgress, print_outcome
+    from deploy.drills.catalogue import find
+    from deploy.drills.run import OwnClusters, UsersCluster, drill_config, hold_all
+    from deploy.drills.stage import Settings
+    from deploy.drills.timeline import page
+
+    drills = [drill for name in names for drill in find(name)]
+    if target and defect:
+        raise ConfigError("--break needs a cluster of the drill's own: leave --target out")
+    settings = replace(Settings(), seed=seed, duration_s=duration, streams=streams)
+    progress = SilentProgress() if json_output else LiveProgress(_out)
+    clusters = (
+        UsersCluster([part.strip() for part in target.split(",")])
+        if target
+        else OwnClusters(drill_config(load_config(config) if config else Config()), progress, _defect(defect))
+    )
+    outcomes = []
+    with clusters, progress:
+        for outcome in hold_all(drills, clusters, settings, progress):
+            outcomes.append(outcome)
+            if json_output:
+                print(json.dumps(outcome.verdict.as_dict()), flush=True)
+            else:
+                progress.pause()
+                print_outcome(_out, outcome)
+    counts = Counter(outcome.verdict.status.value for outcome in outcomes)
+    if json_output:
+        print(json.dumps({"summary": True, "seed": seed, **counts}), flush=True)
+    elif len(outcomes) > 1:
+        _out.print(", ".join(f"{count} {status}" for status, count in counts.items()))
+    if html is not None:
+        html.write_text(page([each.verdict for each in outcomes], [each.picture for each in outcomes]))
+    raise typer.Exit(_exit_code(counts))
+
+
+def _exit_code(counts: Counter[str]) -> int:
+    if counts["FAIL"]:
+        return 1
+    return 0 if counts["PASS"] else 3
+
+
+def _defect(name: str) -> dict[str, str]:
+    from deploy.drills.defects import DEFECTS, VARIABLE
+
+    if not name:
+        return {}
+    if name not in DEFECTS:
+        raise ConfigError(f"--break {name}: there are {', '.join(DEFECTS)}")
+    return {VARIABLE: name}
