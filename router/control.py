@@ -34,6 +34,9 @@ from router.policies import LeastLoaded
 
 _log = logs.logger("router")
 
+TICK_S = 0.05
+_STALL_S = 0.25  # between two ticks: more says that the router itself got no processor
+
 
 class Session(Protocol):
     """One worker's open session, seen from the router."""
@@ -79,6 +82,7 @@ class Control:
         self.dispatch = Dispatch(incarnation, self.membership, LeastLoaded(), config)
         self._clock = clock
         self._observer = observer
+        self._ticked_at = clock.now()
         self._sessions: dict[str, Session] = {}
         self._streams: dict[str, Stream] = {}
 
@@ -113,8 +117,12 @@ class Control:
         self._send(incarnation, pb.RouterMessage(drain=pb.Drain(cancel=cancel)))
 
     def tick(self) -> None:
-        """Act on what is overdue: members without a sign of life, deadlines of requests."""
+        """Act on what is overdue: members without a sign of life, deadlines of requests. To be called every TICK_S."""
         now = self._clock.now()
+        if now - self._ticked_at > _STALL_S:
+            _log.warning("this router was stalled", seconds=round(now - self._ticked_at, 3))
+            self.membership.excuse(now - self._ticked_at)
+        self._ticked_at = now
         for incarnation in self.membership.expire(now):
             self._lose(incarnation, "no renewal in time", crashed=False)
         self._perform(self.dispatch.tick(now))

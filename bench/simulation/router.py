@@ -10,9 +10,7 @@ from bench.simulation.timeline import Process
 from pdserve.config import RouterConfig
 from pdserve.errors import PdserveError
 from router.actions import Accept, End, Request
-from router.control import Control
-
-_TICK_S = 0.1
+from router.control import TICK_S, Control
 
 
 class SimulatedRouter:
@@ -30,7 +28,7 @@ class SimulatedRouter:
 
     def _tick(self) -> None:
         self.control.tick()
-        self.process.after(_TICK_S, "tick", self._tick)
+        self.process.after(TICK_S, "tick", self._tick)
 
     def members_changed(self) -> None:
         """Nobody waits for it here."""
