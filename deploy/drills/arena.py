@@ -33,6 +33,14 @@ LOOK_S = 0.01
 _LOOK_TIMEOUT_S = 1.0
 
 
+class Node(Protocol):
+    """A node of the cluster that can be lost as a whole."""
+
+    def kill(self) -> None: ...
+
+    def start_again(self) -> None: ...
+
+
 class Traces(Protocol):
     def __call__(self, worker_id: str, since_ns: int) -> list[TraceEvent]: ...
 
@@ -60,6 +68,7 @@ class Arena:
         self.addresses = tuple(addresses)
         self.logs = logs
         self.faults_file: Path | None = None  # what is written into it strikes the workers' KV wire
+        self.node: Node | None = None  # another one, with workers of its own
         self._traces = traces
         self._processes = processes
         self._clients = [Client(address) for address in self.addresses]

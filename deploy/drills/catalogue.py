@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from deploy.drills import control, storms, wire, workers
+from deploy.drills import control, nodes, storms, wire, workers
 from deploy.drills.arena import Arena
 from deploy.drills.stage import Stage
 from deploy.drills.verdict import Rules
@@ -17,8 +17,9 @@ _AIMED = frozenset({workers.BEFORE, workers.DURING, workers.AFTER})  # found by 
 
 @dataclass(frozen=True, slots=True)
 class Drill:
-    """`changes`: settings of the cluster it needs; `faulty_wire`: with a KV wire on which faults can be switched on;
-    `detached`: one that runs in a process of its own. `reads_logs`: it cannot do without the routers' logs."""
+    """The rest says what cluster it needs: `changes` of its settings; `faulty_wire`: a KV wire on which faults can be
+    switched on; `detached`: a process of its own; `second_node`: workers on another Ray node too; `reads_logs`: it
+    cannot do without the routers' logs."""
 
     name: str
     about: str
@@ -27,12 +28,13 @@ class Drill:
     changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     faulty_wire: bool = False
     detached: bool = False
+    second_node: bool = False
     reads_logs: bool = False
 
     @property
     def needs_own(self) -> bool:
         """Whether it can only be held on a cluster that is made for it."""
-        return bool(self.changes or self.faulty_wire or self.detached or self.reads_logs)
+        return bool(self.changes or self.faulty_wire or self.detached or self.second_node or self.reads_logs)
 
     def rules_on(self, arena: Arena) -> Rules:
         """Without traces, no phase of a transfer can be aimed at."""
@@ -156,6 +158,14 @@ DRILLS: tuple[Drill, ...] = (
         storms.overload,
         Rules(failover=False, refusals=True),
         changes={"router": {"max_requests": 4}},
+    ),
+    Drill(
+        "kill-node",
+        "SIGKILL everything on a second Ray node in mid-decode",
+        nodes.kill_node,
+        Rules(phases=(workers.MID_DECODE,)),
+        changes={"cluster": {"prefill": 1, "decode": 1}},
+        second_node=True,
     ),
     Drill(
         "kill-gcs",
