@@ -172,7 +172,7 @@ class LocalCluster:
     def _start_workers(self, workers: Iterable[tuple[Role, str]], place: str) -> None:
         options = self._options(place)
         for role, worker_id in workers:
-            self._workers[worker_id] = WorkerActor.options(**options).remote(self._worker_spec(role, worker_id))
+            self._workers[worker_id] = WorkerActor.options(**options).remote(self.worker_spec(role, worker_id))
 
     def _options(self, place: str) -> dict[str, Any]:
         """Of an actor that lives where Ray has the custom resource `place`."""
@@ -192,7 +192,8 @@ class LocalCluster:
             config=replace(self.config, router=router),
         )
 
-    def _worker_spec(self, role: Role, worker_id: str) -> WorkerSpec:
+    def worker_spec(self, role: Role, worker_id: str) -> WorkerSpec:
+        """What a worker of this cluster is started with."""
         return WorkerSpec(
             worker_id=worker_id,
             role=role,

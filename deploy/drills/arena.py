@@ -41,6 +41,14 @@ class Node(Protocol):
     def start_again(self) -> None: ...
 
 
+class Network(Protocol):
+    """A link that can be cut: then nothing arrives any more, either way, and nobody is told."""
+
+    def cut(self) -> None: ...
+
+    def mend(self) -> None: ...
+
+
 class Traces(Protocol):
     def __call__(self, worker_id: str, since_ns: int) -> list[TraceEvent]: ...
 
@@ -69,6 +77,7 @@ class Arena:
         self.logs = logs
         self.faults_file: Path | None = None  # what is written into it strikes the workers' KV wire
         self.node: Node | None = None  # another one, with workers of its own
+        self.network: Network | None = None  # behind which a worker lives
         self._traces = traces
         self._processes = processes
         self._clients = [Client(address) for address in self.addresses]
