@@ -134,10 +134,9 @@ class Arena:
                     return process.pid
         return None
 
-    def here(self, process: Process) -> bool:
-        """Whether it is a process of this host."""
-        hosts = {worker.host for worker in self.workers() if worker.host}
-        return hosts <= {socket.gethostname()} and psutil.pid_exists(process.pid)
+    def is_here(self) -> bool:
+        """Whether its workers are processes of this host: only those can be killed from here."""
+        return {worker.host for worker in self.workers() if worker.host} <= {socket.gethostname()}
 
     def ready(self) -> bool:
         """Every router answers and has every worker of the beginning ready."""

@@ -53,6 +53,8 @@ class Drill:
 
     def obstacle(self, arena: Arena) -> str | None:
         """Why it cannot be held here; None if it can."""
+        if not arena.is_here():
+            return "the cluster's processes are not on this host"
         if self.rules.phases and not self.rules_on(arena).phases:
             return "it aims at phases of a transfer, which only a cluster of its own shows"
         return None

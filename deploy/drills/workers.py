@@ -98,9 +98,10 @@ def kill_its_role(stage: Stage, round_: Round, worker: WorkerStatus, phase: str)
 
 
 def freeze_a_while(stage: Stage, round_: Round, worker: WorkerStatus, phase: str) -> Injected:
-    """Until the routers have noticed, and as long again."""
+    """Until the routers have noticed."""
     injected = round_.injector.freeze(process_of(worker), phase)
-    wait_for(lambda: injected.detected_s is not None, _DETECT_TIMEOUT_S)
+    if not wait_for(lambda: injected.detected_s is not None, _DETECT_TIMEOUT_S):
+        stage.problems.append(f"no router noticed within {_DETECT_TIMEOUT_S:g} s that {worker.worker_id} was frozen")
     round_.injector.thaw()
     return injected
 
