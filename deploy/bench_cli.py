@@ -79,6 +79,38 @@ def transfer(
     if "integrity" in part:
         tables.append(bench_integrity(["ipc"], 1 << 20, rounds))
         tables.append(bench_integrity_ttft(256, rounds))
+    _print_tables(tables, json_output)
+
+
+FAILOVER_PARTS = ("stalls", "recovery", "throughput")
+
+
+@app.command()
+def failover(
+    part: Annotated[list[str], typer.Option(help=f"Of {', '.join(FAILOVER_PARTS)}; may be repeated.")] = [  # noqa: B006
+        *FAILOVER_PARTS
+    ],
+    kills: Annotated[int, typer.Option(min=1, help="Of each kind, for `stalls`.")] = 50,
+    seconds: Annotated[float, typer.Option(min=10, help="Of each load of `throughput`.")] = 120.0,
+    interval: Annotated[float, typer.Option(min=5, help="Seconds between its kills.")] = 30.0,
+    json_output: JsonOption = False,
+) -> None:
+    """What a lost worker costs: stalls of streams, time until all run again, throughput under repeated kills."""
+    from deploy.failover_bench import bench_recovery, bench_stalls, bench_throughput
+
+    if unknown := set(part) - set(FAILOVER_PARTS):
+        raise InvalidArgument("part", f"has {unknown.pop()!r}: must be one of {', '.join(FAILOVER_PARTS)}")
+    tables: list[list[Any]] = []
+    if "stalls" in part:
+        tables.append(bench_stalls(kills))
+    if "recovery" in part:
+        tables.append([bench_recovery()])
+    if "throughput" in part:
+        tables.append(bench_throughput(seconds, interval))
+    _print_tables(tables, json_output)
+
+
+def _print_tables(tables: list[list[Any]], json_output: bool) -> None:
     if json_output:
         _print([row for rows in tables for row in rows], json_output)
     else:

@@ -94,6 +94,34 @@ def run(
     raise typer.Exit(_exit_code(counts))
 
 
+@app.command()
+def sim(
+    seeds: Annotated[int, typer.Option(min=1, help="How many simulated clusters.")] = 500,
+    first: Annotated[int, typer.Option(min=0, help="The first one's seed.")] = 0,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """The whole cluster in one thread under a virtual clock, once for each seed; each is replayed by its number."""
+    from bench.simulation import run as simulate_all
+
+    report = simulate_all(range(first, first + seeds))
+    if json_output:
+        _out.print_json(
+            json.dumps(
+                {
+                    "drill": "sim",
+                    "pass": not report.failures,
+                    "seeds": report.runs,
+                    "events": report.events,
+                    "failed": [failure.seed for failure in report.failures],
+                    "counts": dict(report.counts),
+                }
+            )
+        )
+    else:
+        _out.print(str(report), markup=False, soft_wrap=True)
+    raise typer.Exit(1 if report.failures else 0)
+
+
 def _exit_code(counts: Counter[str]) -> int:
     if counts["FAIL"]:
         return 1

@@ -41,6 +41,7 @@ _log = logs.logger("worker")
 _IDLE_WAIT_S = 0.05
 _DRAIN_LOOK_S = 0.05
 _FLUSH_TIMEOUT_S = 1.0
+_NOTED_TIMEOUT_S = 2.0
 
 
 class Worker:
@@ -87,6 +88,7 @@ class Worker:
             eos_token_ids=self._engine.decoder.config.eos_token_ids,
         )
         self._draining = False
+        self._drain_notes = 0  # routers that know of it
         self._sessions = WorkerSessions(spec.router_addresses, self.info, self, self._current_load)
         max_queued = config.engine.max_queued
         reports, mode = self._sessions.reports, config.transfer.mode
@@ -115,6 +117,10 @@ class Worker:
         on at another worker."""
         self.drain(cancel=False)
         deadline = time.monotonic() + timeout_s
+        # Before the routers know, something may be on its way here.
+        noted = min(deadline, time.monotonic() + _NOTED_TIMEOUT_S)
+        while self._drain_notes < self._sessions.open_count and time.monotonic() < noted:
+            time.sleep(_DRAIN_LOOK_S)
         while not self.idle and time.monotonic() < deadline:
             time.sleep(_DRAIN_LOOK_S)
         self._sessions.flush(_FLUSH_TIMEOUT_S)
@@ -168,8 +174,12 @@ class Worker:
         self._prefill.abort(owner)
         self._decode.abort(owner)
 
+    def drain_noted(self) -> None:
+        self._drain_notes += 1
+
     def drain(self, cancel: bool) -> None:
         self._draining = not cancel
+        self._drain_notes = 0
         _log.info("working on" if cancel else "draining", worker=self.info.incarnation)
 
     def router_lost(self, router: str) -> None:

@@ -145,6 +145,8 @@ class Control:
         self.membership.renew(worker, load, now)
         if turned:
             _log.info("worker draining" if load.draining else "worker serves again", worker=worker)
+            if load.draining:
+                self._send(worker, pb.RouterMessage(drain_noted=pb.DrainNoted()))
             self._perform(self.dispatch.on_worker_joined(now))
             self._observer.members_changed()
 

@@ -23,6 +23,7 @@ class Member:
     info: WorkerInfo
     renewed_at: float
     load: Load = field(default_factory=Load)
+    excused_s: float = 0.0  # of its silence, in which this router could not listen
 
 
 class Membership:
@@ -76,11 +77,12 @@ class Membership:
         if member is not None:
             member.load = load
             member.renewed_at = now
+            member.excused_s = 0.0
 
     def excuse(self, seconds: float) -> None:
-        """This router has not been able to listen for so long: nobody's silence counts."""
+        """This router has not been able to listen for so long: nobody's silence counts, up to a timeout more."""
         for member in self._members.values():
-            member.renewed_at += seconds
+            member.excused_s = min(member.excused_s + seconds, self._timeout_s)
 
     def leave(self, incarnation: str) -> bool:
         """Remove a worker; False if it was no member."""
@@ -95,7 +97,9 @@ class Membership:
     def expire(self, now: float) -> list[str]:
         """Remove the workers that have not renewed within the timeout; their incarnations."""
         expired = [
-            incarnation for incarnation, member in self._members.items() if now - member.renewed_at > self._timeout_s
+            incarnation
+            for incarnation, member in self._members.items()
+            if now - member.renewed_at > self._timeout_s + member.excused_s
         ]
         for incarnation in expired:
             self.leave(incarnation)

@@ -163,6 +163,8 @@ class SimulatedWorker:
         self.prefill.abort(owner)
         self.decode.abort(owner)
 
+    def drain_noted(self) -> None: ...
+
     def drain(self, cancel: bool) -> None:
         self._draining = not cancel
 

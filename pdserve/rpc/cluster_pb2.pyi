@@ -24,7 +24,7 @@ class WorkerMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., terminal: _Optional[_Union[Terminal, _Mapping]] = ..., local_prefill: _Optional[_Union[LocalPrefill, _Mapping]] = ...) -> None: ...
 
 class RouterMessage(_message.Message):
-    __slots__ = ("welcome", "start_decode", "start_prefill", "abort", "renew", "sender_lost", "prefill_locally", "drain")
+    __slots__ = ("welcome", "start_decode", "start_prefill", "abort", "renew", "sender_lost", "prefill_locally", "drain", "drain_noted")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     START_DECODE_FIELD_NUMBER: _ClassVar[int]
     START_PREFILL_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +33,7 @@ class RouterMessage(_message.Message):
     SENDER_LOST_FIELD_NUMBER: _ClassVar[int]
     PREFILL_LOCALLY_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_NOTED_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     start_decode: StartDecode
     start_prefill: StartPrefill
@@ -41,7 +42,8 @@ class RouterMessage(_message.Message):
     sender_lost: SenderLost
     prefill_locally: PrefillLocally
     drain: Drain
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., start_decode: _Optional[_Union[StartDecode, _Mapping]] = ..., start_prefill: _Optional[_Union[StartPrefill, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., sender_lost: _Optional[_Union[SenderLost, _Mapping]] = ..., prefill_locally: _Optional[_Union[PrefillLocally, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ...) -> None: ...
+    drain_noted: DrainNoted
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., start_decode: _Optional[_Union[StartDecode, _Mapping]] = ..., start_prefill: _Optional[_Union[StartPrefill, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., sender_lost: _Optional[_Union[SenderLost, _Mapping]] = ..., prefill_locally: _Optional[_Union[PrefillLocally, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., drain_noted: _Optional[_Union[DrainNoted, _Mapping]] = ...) -> None: ...
 
 class Owner(_message.Message):
     __slots__ = ("tenant", "request_id", "router", "attempt", "output")
@@ -196,6 +198,10 @@ class Drain(_message.Message):
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     cancel: bool
     def __init__(self, cancel: _Optional[bool] = ...) -> None: ...
+
+class DrainNoted(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class SenderLost(_message.Message):
     __slots__ = ("owner", "epoch", "error_code", "error_message")

@@ -47,6 +47,8 @@ class SessionHandler(Protocol):
 
     def drain(self, cancel: bool) -> None: ...
 
+    def drain_noted(self) -> None: ...
+
     def router_lost(self, router: str) -> None: ...
 
 
@@ -101,6 +103,8 @@ def deliver(message: pb.RouterMessage, handler: SessionHandler) -> None:
             handler.abort(convert.owner_from_proto(message.abort.owner))
         case "drain":
             handler.drain(message.drain.cancel)
+        case "drain_noted":
+            handler.drain_noted()
         case "renew" | "welcome":
             pass
         case unknown:

@@ -60,6 +60,11 @@ class WorkerSessions:
         self._loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join(timeout_s)
 
+    @property
+    def open_count(self) -> int:
+        """How many routers there is a session with."""
+        return len(self._outboxes)
+
     def flush(self, timeout_s: float) -> None:
         """Wait until what was reported so far has been written to the routers, or the time is over."""
         asyncio.run_coroutine_threadsafe(self._flush(timeout_s), self._loop).result(timeout_s + 1.0)

@@ -63,8 +63,8 @@ class SteppedLink(Link):
     def start(self) -> None:
         self._accepting = True
 
-    def turn(self) -> None:
-        self._turn(0.0)
+    def step(self) -> None:
+        self.turn(0.0)
 
     def next_time(self) -> float | None:
         return self._clock.now() if self._inbox else self._exchange.next_deadline()
@@ -91,7 +91,7 @@ class SimulatedNode:
 
     def turn(self) -> None:
         if self.alive:
-            self.link.turn()
+            self.link.step()
 
     def next_time(self) -> float | None:
         return earliest(self.link.next_time(), self.transport.next_due())
