@@ -22,6 +22,7 @@ import psutil
 import ray.exceptions
 
 from deploy.cluster import LocalCluster
+from deploy.drills.footprint import Footprint, footprint
 from deploy.runtime import RuntimeDirectory
 from pdserve.client import Client
 from pdserve.config import Config
@@ -155,6 +156,14 @@ class Arena:
         if any(worker.requests or worker.queue for worker in workers.values() if worker.state != "lost"):
             return None
         return sum(worker.blocks.leased for worker in workers.values())
+
+    def footprints(self) -> list[Footprint]:
+        """What the routers and workers of this host take now."""
+        infos, now = self.infos(), time.monotonic()
+        processes = {worker.pid: worker.worker_id for info in infos if info for worker in info.workers if worker.pid}
+        processes |= {info.pid: f"router-{number}" for number, info in enumerate(infos) if info}
+        found = [footprint(now, name, pid) for pid, name in processes.items()]
+        return [each for each in found if each is not None]
 
     def wait_ready(self, timeout_s: float) -> bool:
         return wait_for(self.ready, timeout_s)
