@@ -20,7 +20,7 @@ from deploy.drills.faults import process_of
 from deploy.drills.load import background
 from deploy.drills.phases import PHASE_TIMEOUT_S
 from deploy.drills.stage import Round, Stage
-from deploy.drills.workers import MID_DECODE, MID_TOKENS
+from deploy.drills.workers import DETECT_TIMEOUT_S, MID_DECODE, MID_TOKENS
 from pdserve.errors import Unavailable
 from pdserve.types import Role
 
@@ -118,8 +118,9 @@ def partition(stage: Stage) -> None:
         injected = round_.injector.note("partition", process_of(victim), MID_DECODE)
         network.cut()
         try:
+            if not wait_for(lambda: injected.detected_s is not None, DETECT_TIMEOUT_S):
+                stage.problems.append(f"no router noticed within {DETECT_TIMEOUT_S:g} s that {FAR_WORKER} was cut off")
             round_.run.wait()
-            wait_for(lambda: injected.detected_s is not None, PHASE_TIMEOUT_S)
         finally:
             network.mend()
         injected.hit = any(stage.failed_over(recording) for recording in flowing)
