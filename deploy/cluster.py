@@ -14,10 +14,11 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import psutil
 import ray
@@ -50,7 +51,7 @@ class LocalCluster:
     def __init__(self, config: Config, progress: Callable[[str], None] = lambda stage: None) -> None:
         """Start everything and wait until it serves. Raises ConfigError or Unavailable; nothing is left then."""
         self._progress = progress
-        directory, name = _model(config)
+        self._directory, name = _model(config)
         self.config = _resolve_threads(config)
         self._ports = _reserve_ports(config)
         self.model = name
@@ -62,7 +63,7 @@ class LocalCluster:
         self._kv_key = CurveKey.generate() if config.transfer.network == "tcp" else None
         try:
             self._stage("ray", self._start_ray)
-            self._stage("routers and workers", lambda: self._start_actors(directory))
+            self._stage("routers and workers", self._start_actors)
             self._runtime.write_state(self.grpc_addresses, name)
         except BaseException:
             self.stop()
@@ -98,6 +99,18 @@ class LocalCluster:
     def trace_events(self, worker_id: str, since_ns: int = 0, timeout_s: float = 30.0) -> list[TraceEvent]:
         """A worker's trace from `since_ns` on, on this host's monotonic clock."""
         return ray.get(self._workers[worker_id].trace_events.remote(since_ns), timeout=timeout_s)
+
+    @property
+    def gcs_address(self) -> str:
+        """Where Ray's control store listens: what another node needs to join."""
+        return str(ray.get_runtime_context().gcs_address)
+
+    def add_workers(self, workers: Iterable[tuple[Role, str]], place: str) -> None:
+        """Start more workers, by role and id, on nodes with Ray's custom resource `place`; returns when they have
+        joined. Raises as the constructor does."""
+        self._start_workers(workers, place)
+        _get([actor.ready.remote() for actor in self._workers.values()], self._timeout_s)
+        self.wait_ready(self._timeout_s)
 
     def wait_ready(self, timeout_s: float) -> None:
         """Wait until every worker is a member of every router again. Raises Unavailable."""
@@ -141,38 +154,50 @@ class LocalCluster:
             _temp_dir=str(self._runtime.ray),
         )
 
-    def _start_actors(self, directory: Path) -> None:
-        cluster = self.config.cluster
-        options = {"num_cpus": 0, "resources": {_PLACES: 1}, "max_restarts": -1 if cluster.restart_actors else 0}
+    def _start_actors(self) -> None:
+        cluster, options = self.config.cluster, self._options(_PLACES)
         for index, ports in enumerate(self._ports):
             router_id = f"router-{index}"
-            spec = self._router_spec(directory, router_id, *(reservation.port for reservation in ports))
+            spec = self._router_spec(router_id, *(reservation.port for reservation in ports))
             self._routers[router_id] = RouterActor.options(**options).remote(spec)
-        roles = [(Role.PREFILL, i) for i in range(cluster.prefill)] + [(Role.DECODE, i) for i in range(cluster.decode)]
-        for role, index in roles:
-            worker_id = f"{role.value}-{index}"
-            worker = self._worker_spec(directory, role, worker_id)
-            self._workers[worker_id] = WorkerActor.options(**options).remote(worker)
+        counts = ((Role.PREFILL, cluster.prefill), (Role.DECODE, cluster.decode))
+        self._start_workers(
+            [(role, f"{role.value}-{index}") for role, count in counts for index in range(count)], _PLACES
+        )
         routers = [router.ready.remote() for router in self._routers.values()]
         self.grpc_addresses: list[str] = list(_get(routers, self._timeout_s))
         _get([actor.ready.remote() for actor in self._workers.values()], self._timeout_s)
         self.wait_ready(self._timeout_s)
 
-    def _router_spec(self, directory: Path, router_id: str, grpc_port: int, session_port: int) -> RouterSpec:
+    def _start_workers(self, workers: Iterable[tuple[Role, str]], place: str) -> None:
+        options = self._options(place)
+        for role, worker_id in workers:
+            self._workers[worker_id] = WorkerActor.options(**options).remote(self.worker_spec(role, worker_id))
+
+    def _options(self, place: str) -> dict[str, Any]:
+        """Of an actor that lives where Ray has the custom resource `place`."""
+        return {
+            "num_cpus": 0,
+            "resources": {place: 1},
+            "max_restarts": -1 if self.config.cluster.restart_actors else 0,
+        }
+
+    def _router_spec(self, router_id: str, grpc_port: int, session_port: int) -> RouterSpec:
         router = replace(self.config.router, grpc_port=grpc_port, session_port=session_port)
         return RouterSpec(
             router_id=router_id,
-            model_directory=str(directory),
+            model_directory=str(self._directory),
             model_name=self.model,
             log_path=str(self._runtime.logs / f"{router_id}.jsonl"),
             config=replace(self.config, router=router),
         )
 
-    def _worker_spec(self, directory: Path, role: Role, worker_id: str) -> WorkerSpec:
+    def worker_spec(self, role: Role, worker_id: str) -> WorkerSpec:
+        """What a worker of this cluster is started with."""
         return WorkerSpec(
             worker_id=worker_id,
             role=role,
-            model_directory=str(directory),
+            model_directory=str(self._directory),
             model_name=self.model,
             router_addresses=tuple(f"{self.config.router.host}:{session.port}" for _, session in self._ports),
             kv_socket_directory=str(self._runtime.kv_sockets),

@@ -4,8 +4,9 @@
     arena     the cluster a drill happens on: one of its own, or the user's
     faults    kills, freezes and the like, each at a phase it names
     stage     one drill's course: undisturbed reference, disturbed rounds, and the evidence they leave
-    catalogue the drills
+    catalogue the drills: workers, control, storms, wire, nodes, partition
     verdict   evidence in, PASS or FAIL with reasons out; pure
+    footprint what processes take over time
     timeline  the picture of it
     run       one drill or all, start to end
 

@@ -22,6 +22,7 @@ import psutil
 import ray.exceptions
 
 from deploy.cluster import LocalCluster
+from deploy.drills.footprint import Footprint, footprint
 from deploy.runtime import RuntimeDirectory
 from pdserve.client import Client
 from pdserve.config import Config
@@ -31,6 +32,22 @@ from pdserve.tracing import TraceEvent
 
 LOOK_S = 0.01
 _LOOK_TIMEOUT_S = 1.0
+
+
+class Node(Protocol):
+    """A node of the cluster that can be lost as a whole."""
+
+    def kill(self) -> None: ...
+
+    def start_again(self) -> None: ...
+
+
+class Network(Protocol):
+    """A link that can be cut: then nothing arrives any more, either way, and nobody is told."""
+
+    def cut(self) -> None: ...
+
+    def mend(self) -> None: ...
 
 
 class Traces(Protocol):
@@ -60,6 +77,8 @@ class Arena:
         self.addresses = tuple(addresses)
         self.logs = logs
         self.faults_file: Path | None = None  # what is written into it strikes the workers' KV wire
+        self.node: Node | None = None  # another one, with workers of its own
+        self.network: Network | None = None  # behind which a worker lives
         self._traces = traces
         self._processes = processes
         self._clients = [Client(address) for address in self.addresses]
@@ -116,10 +135,9 @@ class Arena:
                     return process.pid
         return None
 
-    def here(self, process: Process) -> bool:
-        """Whether it is a process of this host."""
-        hosts = {worker.host for worker in self.workers() if worker.host}
-        return hosts <= {socket.gethostname()} and psutil.pid_exists(process.pid)
+    def is_here(self) -> bool:
+        """Whether its workers are processes of this host: only those can be killed from here."""
+        return {worker.host for worker in self.workers() if worker.host} <= {socket.gethostname()}
 
     def ready(self) -> bool:
         """Every router answers and has every worker of the beginning ready."""
@@ -138,6 +156,14 @@ class Arena:
         if any(worker.requests or worker.queue for worker in workers.values() if worker.state != "lost"):
             return None
         return sum(worker.blocks.leased for worker in workers.values())
+
+    def footprints(self) -> list[Footprint]:
+        """What the routers and workers of this host take now."""
+        infos, now = self.infos(), time.monotonic()
+        processes = {worker.pid: worker.worker_id for info in infos if info for worker in info.workers if worker.pid}
+        processes |= {info.pid: f"router-{number}" for number, info in enumerate(infos) if info}
+        found = [footprint(now, name, pid) for pid, name in processes.items()]
+        return [each for each in found if each is not None]
 
     def wait_ready(self, timeout_s: float) -> bool:
         return wait_for(self.ready, timeout_s)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from deploy.drills import control, storms, wire, workers
+from deploy.drills import control, nodes, partition, storms, wire, workers
 from deploy.drills.arena import Arena
 from deploy.drills.stage import Stage
 from deploy.drills.verdict import Rules
@@ -17,8 +17,10 @@ _AIMED = frozenset({workers.BEFORE, workers.DURING, workers.AFTER})  # found by 
 
 @dataclass(frozen=True, slots=True)
 class Drill:
-    """`changes`: settings of the cluster it needs; `faulty_wire`: with a KV wire on which faults can be switched on;
-    `detached`: one that runs in a process of its own. `reads_logs`: it cannot do without the routers' logs."""
+    """The rest says what cluster it needs: `changes` of its settings; `faulty_wire`: a KV wire on which faults can be
+    switched on; `detached`: a process of its own; `second_node`: workers on another Ray node too; `far_worker`:
+    one behind a link of its own; `reads_logs`: it cannot do without the routers' logs. `rights` says what is missing on
+    this host to hold it, or None."""
 
     name: str
     about: str
@@ -27,12 +29,21 @@ class Drill:
     changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     faulty_wire: bool = False
     detached: bool = False
+    second_node: bool = False
+    far_worker: bool = False
+    rights: Callable[[], str | None] = lambda: None
     reads_logs: bool = False
 
     @property
     def needs_own(self) -> bool:
         """Whether it can only be held on a cluster that is made for it."""
-        return bool(self.changes or self.faulty_wire or self.detached or self.reads_logs)
+        special = self.faulty_wire or self.detached or self.second_node or self.far_worker or self.reads_logs
+        return special or bool(self.changes)
+
+    @property
+    def key(self) -> str:
+        """Equal for drills that can share a cluster."""
+        return repr((self.changes, self.faulty_wire, self.detached, self.second_node, self.far_worker))
 
     def rules_on(self, arena: Arena) -> Rules:
         """Without traces, no phase of a transfer can be aimed at."""
@@ -42,6 +53,8 @@ class Drill:
 
     def obstacle(self, arena: Arena) -> str | None:
         """Why it cannot be held here; None if it can."""
+        if not arena.is_here():
+            return "the cluster's processes are not on this host"
         if self.rules.phases and not self.rules_on(arena).phases:
             return "it aims at phases of a transfer, which only a cluster of its own shows"
         return None
@@ -156,6 +169,23 @@ DRILLS: tuple[Drill, ...] = (
         storms.overload,
         Rules(failover=False, refusals=True),
         changes={"router": {"max_requests": 4}},
+    ),
+    Drill(
+        "kill-node",
+        "SIGKILL everything on a second Ray node in mid-decode",
+        nodes.kill_node,
+        Rules(phases=(workers.MID_DECODE,)),
+        changes={"cluster": {"prefill": 1, "decode": 1}},
+        second_node=True,
+    ),
+    Drill(
+        "partition",
+        "Cut a decode worker's network link in mid-decode, and mend it later",
+        partition.partition,
+        Rules(phases=(workers.MID_DECODE,)),
+        changes={"cluster": {"decode": 1}, "router": {"host": partition.NEAR_ADDRESS}},
+        far_worker=True,
+        rights=partition.obstacle,
     ),
     Drill(
         "kill-gcs",

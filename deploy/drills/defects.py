@@ -5,7 +5,7 @@ Nothing here happens unless a process is started with PDSERVE_BREAK set to one o
     fence         nobody tells an old attempt's work from the current one's: a worker goes on for a router that is lost
                   and reports to any other, and a router takes tokens from whoever sends them      -> kill-router
     free-early    a decode worker returns a sequence's blocks as soon as its KV is there, and the next sequence gets
-                  them while the first still reads them                                              -> kill-prefill
+                  them while the first still reads them                                              -> cancel-storm
     repeat-token  after a failover the client gets the first new token twice                         -> kill-decode
     drop-terminal after a failover the client never hears of the end                                 -> kill-decode
 

@@ -20,6 +20,9 @@ from deploy.cluster import LocalCluster
 from deploy.drills.arena import Arena, DetachedCluster, arena_of
 from deploy.drills.catalogue import Drill
 from deploy.drills.load import Recording
+from deploy.drills.nodes import SECOND_WORKERS, SecondNode
+from deploy.drills.partition import FarNetwork
+from deploy.drills.second_node import PLACES
 from deploy.drills.stage import Progress, References, Round, Settings, Stage
 from deploy.drills.timeline import Panel, Row
 from deploy.drills.verdict import Verdict, judge, skipped
@@ -72,7 +75,7 @@ class OwnClusters:
 
     def arena(self, drill: Drill) -> Arena:
         """Where to hold this drill. Raises PdserveError where a cluster does not start."""
-        key = repr((drill.changes, drill.faulty_wire, drill.detached))
+        key = drill.key
         if self._arena is not None and self._serves == key and self._arena.wait_ready(_READY_TIMEOUT_S):
             return self._arena
         self._open.close()
@@ -92,10 +95,21 @@ class OwnClusters:
         if drill.detached:
             arena = self._open.enter_context(DetachedCluster(config, Path(directory) / "config.toml")).arena()
         else:
-            arena = arena_of(self._open.enter_context(LocalCluster(config, lambda stage: exit_on_signals())))
+            network = self._open.enter_context(FarNetwork()) if drill.far_worker else None
+            cluster = self._open.enter_context(LocalCluster(config, lambda stage: exit_on_signals()))
+            node = self._second_node(cluster) if drill.second_node else None
+            if network is not None:
+                network.start_worker(cluster, Path(directory))
+            arena = arena_of(cluster)
+            arena.node, arena.network = node, network
         arena.faults_file = faults_file if drill.faulty_wire else None
         self._open.callback(arena.close)
         return arena
+
+    def _second_node(self, cluster: LocalCluster) -> SecondNode:
+        node = self._open.enter_context(SecondNode(cluster.gcs_address))
+        cluster.add_workers(SECOND_WORKERS, PLACES)
+        return node
 
 
 class UsersCluster:
@@ -135,6 +149,9 @@ def hold(
     """One drill. What goes wrong with it is its verdict, not an exception."""
     if drill.needs_own and not clusters.own:
         return Outcome(skipped(drill.name, "it needs a cluster of its own"), ())
+    missing = drill.rights()
+    if missing is not None:
+        return Outcome(skipped(drill.name, missing), ())
     arena = clusters.arena(drill)
     obstacle = drill.obstacle(arena)
     if obstacle is not None:

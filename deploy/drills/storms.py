@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from deploy.drills.arena import wait_for
 from deploy.drills.faults import Injected, process_of
+from deploy.drills.footprint import Footprint, growth
 from deploy.drills.load import Ask, background, cancelled, probe
 from deploy.drills.phases import PHASE_TIMEOUT_S
 from deploy.drills.stage import Round, Stage
@@ -69,7 +70,8 @@ def restart_storm(stage: Stage) -> None:
 
 
 def mixed(stage: Stage) -> None:
-    """Any fault every few seconds, for as long as one likes."""
+    """Any fault every few seconds, for as long as one likes. What a process takes must not grow meanwhile."""
+    footprints: list[Footprint] = []
     rng = random.Random(f"mixed/{stage.settings.seed}")
     left_s = stage.settings.duration_s
 
@@ -84,7 +86,9 @@ def mixed(stage: Stage) -> None:
     while left_s > 0:
         begin_s = time.monotonic()
         stage.play(UNDER_LOAD, _stream_of_requests(stage), disturb, at_once=stage.settings.streams)
+        footprints += stage.arena.footprints()
         left_s -= max(_MIXED_ROUND_S, time.monotonic() - begin_s)
+    stage.problems += growth(footprints)
 
 
 def poison(stage: Stage) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from deploy.drills.faults import NOBODY
@@ -51,7 +52,7 @@ def _strike(stage: Stage, rules: Sequence[Rule], probes: int) -> None:
     def disturb(round_: Round) -> None:
         steady = round_.run.recordings[: -len(aims)]
         round_.run.wait_tokens(steady, STEADY_TOKENS, PHASE_TIMEOUT_S)
-        before = len(_struck(stage))
+        begin = datetime.now(UTC).isoformat(timespec="milliseconds")  # as the logs write it
         injected = round_.injector.note(" and ".join({rule["fault"]: 0 for rule in rules}), NOBODY, DURING)
         file.write_text(json.dumps({"seed": settings.seed, "rules": rules}))
         try:
@@ -60,7 +61,7 @@ def _strike(stage: Stage, rules: Sequence[Rule], probes: int) -> None:
             round_.run.wait()
         finally:
             file.unlink()
-        kinds = {line["fault"] for line in _struck(stage)[before:]}
+        kinds = {line["fault"] for line in _struck(stage) if line["time"] >= begin}
         injected.hit = kinds == {rule["fault"] for rule in rules}
 
     stage.play(DURING, asks, disturb)

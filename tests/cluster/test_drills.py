@@ -1,5 +1,7 @@
 """Drills pass on a sound cluster: a router killed, all prefill workers killed in mid-transfer, a cancel storm."""
 
+import contextlib
+
 import pytest
 
 from deploy.drills.arena import arena_of
@@ -17,8 +19,8 @@ class Given:
 
     own = True
 
-    def __init__(self, cluster):
-        self._arena = arena_of(cluster)
+    def __init__(self, arena):
+        self._arena = arena
 
     def arena(self, drill):
         return self._arena
@@ -27,7 +29,8 @@ class Given:
 @pytest.mark.parametrize("name", ["kill-router", "lose-all-prefill", "cancel-storm"])
 def test_a_drill_passes_and_its_faults_hit(cluster, name):
     (drill,) = find(name)
-    outcome = hold(drill, Given(cluster), SMALL, References(), Quiet())
+    with contextlib.closing(arena_of(cluster)) as arena:
+        outcome = hold(drill, Given(arena), SMALL, References(), Quiet())
     verdict = outcome.verdict
     assert (verdict.status, verdict.reasons) == (Status.PASS, ())
     assert all(not hits.startswith("0/") for hits in verdict.phase_hits.values())
