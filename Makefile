@@ -26,7 +26,7 @@ demo: setup
 	$(BIN)/python -m deploy.demo
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --durations=25
 
 # Twenty rounds of every kill test, on one cluster.
 failover: setup

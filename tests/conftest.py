@@ -37,3 +37,8 @@ def seeds(request):
 def small_checkpoint(tmp_path_factory):
     """A small random Llama behind the embedded model's tokenizer: for whole clusters."""
     return write_small_checkpoint(tmp_path_factory.mktemp("small") / "small-llama")
+
+
+def pytest_collection_modifyitems(items):
+    """tests/cluster comes last: its cluster lives from then on, and a process can hold only one."""
+    items.sort(key=lambda item: item.path.parent.name == "cluster")
