@@ -128,12 +128,12 @@ class _Kills:
 
     def measure(self, cluster: LocalCluster, client: Client) -> None:
         cluster.wait_ready(_DEADLINE_S)
+        since_ns = time.monotonic_ns()
         reader = _Reader(client, self._prompt)
         if self._role == "decode":
             _wait(lambda: reader.tokens >= _EMITTED)
         else:
-            _wait(lambda: _serving(cluster, "prefill") is not None)
-            time.sleep(self._ttft_ms / 1e3 / 2)  # about the middle of its prefill
+            _wait(lambda: _transfer_began(cluster, since_ns))
         victim = _serving(cluster, self._role)
         if victim is None:
             raise Unavailable(f"no {self._role} worker had the request: it was over too soon to be killed")
@@ -235,6 +235,13 @@ def _ttft_ms(client: Client, prompt: list[int]) -> float:
 
 def _serving(cluster: LocalCluster, role: str) -> WorkerStatus | None:
     return next((each for each in cluster.info().workers if each.role == role and each.requests), None)
+
+
+def _transfer_began(cluster: LocalCluster, since_ns: int) -> bool:
+    """Whether a decode worker has received the first frame of a prompt's KV."""
+    decoders = [worker_id for worker_id in cluster.worker_ids if worker_id.startswith("decode")]
+    events = [event for worker_id in decoders for event in cluster.trace_events(worker_id, since_ns)]
+    return any(event.name == "frame_received" for event in events)
 
 
 def _kill(worker: WorkerStatus) -> float:

@@ -75,8 +75,7 @@ class Router:
         self.grpc_address = ""
         self.session_address = ""
         self._config = config
-        self._clock = clock or SystemClock()
-        self._control = Control(self.incarnation, config, self._clock, self)
+        self._control = Control(self.incarnation, config, clock or SystemClock(), self)
         self._membership = self._control.membership
         self._dispatch = self._control.dispatch
         self._tokenizer = Tokenizer.load(model_directory)

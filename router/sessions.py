@@ -111,7 +111,7 @@ class Sessions(ClusterServicer):
             reason = "its session broke"
             if _being_cancelled():
                 raise
-            await context.abort(grpc.StatusCode.CANCELLED, "the router has ended this session")
+            await context.abort(grpc.StatusCode.CANCELLED, "the router has ended the worker's Session stream")
         except PdserveError as error:
             reason = str(error)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)
