@@ -192,6 +192,7 @@ class Dispatch:
         if first_position != len(entry.output_ids):
             gap = ProtocolError(f"{worker} sent output token {first_position} where {len(entry.output_ids)} is next")
             return self._fail_attempt(entry, gap, worker, now)
+        first_of_attempt = entry.phase is not Phase.DECODE
         entry.phase = Phase.DECODE
         entry.deadline = None
         entry.attempt.prefill = None
@@ -199,7 +200,8 @@ class Dispatch:
         entry.output_ids.extend(token.token_id for token in tokens)
         entry.suspicion.progressed(len(entry.output_ids))
         self._note_success(worker)
-        return [Accept(entry.request.request_id, entry.output, tokens), *self._place_waiting(now)]
+        accept = Accept(entry.request.request_id, entry.output, tokens)
+        return [accept, *self._place_waiting(now)] if first_of_attempt else [accept]  # others may recover now
 
     def on_terminal(self, worker: str, owner: Owner, outcome: Finish | PdserveError | None, now: float) -> list[Action]:
         """A worker's work for an owner has ended. None: a prefill that was delivered."""
