@@ -98,7 +98,7 @@ def test_a_silent_worker_is_lost_after_the_timeout(small_checkpoint):
     ):
         call = ClusterStub(channel).Session(iter(messages.get, None), timeout=20)
         assert next(call).HasField("welcome")
-        wait_for(lambda: joined(router) == [], "its loss")
+        wait_for(lambda: joined(router) == [], "its loss", timeout_s=5.0)  # long before the call's own deadline
         (worker,) = router.router.server_info().workers
         assert (worker.worker_id, worker.state) == ("decode-0", "lost")
         with pytest.raises(grpc.RpcError):
