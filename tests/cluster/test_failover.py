@@ -10,7 +10,7 @@ import time
 import pytest
 
 from pdserve.client import Client
-from support.clusters import attempts_of, failures_of, kill, rungs_of, serving, wait_for, wait_quiet, worker
+from support.clusters import attempts_of, failures_of, kill, log_events, rungs_of, serving, wait_for, wait_quiet, worker
 
 pytestmark = pytest.mark.cluster
 
@@ -24,6 +24,12 @@ def same(disturbed, undisturbed):
     """Everything a client sees but ids and times."""
     fields = ("token_ids", "text", "logprobs", "finish_reason", "stop", "usage", "prompt_token_ids")
     return all(getattr(disturbed, name) == getattr(undisturbed, name) for name in fields)
+
+
+def losses_of(cluster, victim):
+    """Why the first router took this incarnation for lost, however often."""
+    lines = log_events(cluster, "router-0", "worker lost")
+    return {line["reason"] for line in lines if line["worker"] == victim.incarnation}
 
 
 def first_frame_received(cluster, since_ns):
@@ -85,6 +91,7 @@ def test_decode_worker_frozen_in_mid_stream_and_thawed_later(cluster, client):
             os.kill(victim.pid, signal.SIGCONT)
     assert same(stream.result, undisturbed)
     assert stream.result.attempts == 2
+    assert losses_of(cluster, victim) == {"no renewal in time"}
     wait_quiet(cluster)
     assert worker(cluster, victim.worker_id).pid == victim.pid, "it should have come back, not been replaced"
 
@@ -149,6 +156,7 @@ def test_prefill_worker_frozen_in_mid_transfer(cluster, client):
     assert same(result, undisturbed)
     assert result.attempts == 1
     assert rungs_of(cluster, result.request_id) == ["another sender"]
+    assert losses_of(cluster, victim) == {"no renewal in time"}
 
 
 def kill_its_router_in_mid_stream(cluster, stream):
