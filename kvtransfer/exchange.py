@@ -20,7 +20,6 @@ from kvtransfer.frames import (
     Frame,
     FrameError,
     Gone,
-    Layer,
     Nack,
     Open,
     Part,
@@ -182,7 +181,7 @@ class Exchange:
             else:
                 self._to_receiver(peer, received)
 
-    def _on_bad_payload(self, peer: Peer, frame: Layer | Commit) -> None:
+    def _on_bad_payload(self, peer: Peer, frame: Commit) -> None:
         incoming = None if peer in self._connections else self._incoming.get(frame.transfer)
         if incoming is not None:
             self._step(incoming, lambda now: incoming.on_bad_payload(peer, frame, now))

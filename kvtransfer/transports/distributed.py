@@ -94,6 +94,9 @@ class DistributedOutlet:
     def on_note(self, note: bytes) -> None:
         raise TransferError("a receiver of a group has no news")
 
+    def reserve(self, byte_count: int) -> memoryview | None:
+        return None
+
     def put(self, payload: Part) -> bytes | None:
         if not self._end.give(payload):
             return None

@@ -26,7 +26,7 @@ from support.kv_links import (
     running,
     send_all,
 )
-from support.kv_process import KvProcess, digest_of, kv_processes
+from support.kv_process import KvProcess, digest_of, kv_source
 from support.kv_store import FakeStore
 
 SEQUENTIAL = 1000
@@ -49,7 +49,8 @@ def pass_over(prefill: KvProcess, decode: KvProcess, name: str) -> None:
 def test_a_thousand_transfers_through_a_window_of_two_frames_leave_memory_and_descriptors_as_they_were() -> None:
     assert CONFIG.window_bytes == 2 * CONFIG.max_frame_bytes
     assert LAYOUT.layer_count * LAYOUT.payload_bytes(TOKEN_COUNT) > 4 * CONFIG.window_bytes
-    with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as folder, kv_processes(Path(folder) / "s", 2) as pair:
+    with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as folder, kv_source(Path(folder) / "s") as source:
+        pair = source.fork(2)
         for name, process in zip(("prefill", "decode"), pair, strict=True):
             process.link(name)
         for number in range(SEQUENTIAL // 10):  # pools, caches and lingering transfers have grown after these

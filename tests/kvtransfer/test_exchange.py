@@ -9,7 +9,7 @@ from kvtransfer.exchange import Exchange
 from kvtransfer.frames import Abort, Ack, Commit, Credit, Frame, Gone, Nack, Open, Ping, decode, encode
 from kvtransfer.receiver import Expectation
 from kvtransfer.stats import LinkStats
-from kvtransfer.transports.base import Event, Message, Part, Peer
+from kvtransfer.transports.base import Event, Message, Part, Peer, fresh_buffer
 from pdserve.clock import ManualClock
 from pdserve.errors import Cancelled, TransferError
 from pdserve.logs import logger
@@ -38,6 +38,9 @@ class RememberingTransport:
 
     def disconnect(self, peer: Peer) -> None:
         self.disconnected.append(peer)
+
+    def buffer(self, peer: Peer, byte_count: int) -> memoryview:
+        return fresh_buffer(byte_count)
 
     def send(self, peer: Peer, parts: Sequence[Part]) -> None:
         self.sent.append((peer, decode(parts).frame))
