@@ -51,8 +51,8 @@ class BlockHashes:
     def forget(self, layer: int, start: int, stop: int) -> None:
         """The bytes of [start, stop) may change: drop the hashes of the blocks they touch."""
         self._present[layer].discard(start, stop)
-        for block in self._blocks(start, stop):
-            self._hashes[layer][block] = None
+        blocks = self._blocks(start, stop)
+        self._hashes[layer][blocks.start : blocks.stop] = [None] * len(blocks)
 
     def absorb(self, layer: int, start: int, stop: int, payload: memoryview) -> int:
         """Hash [start, stop), whose canonical bytes are `payload`; the checksum of a frame of them."""
@@ -89,28 +89,38 @@ class BlockHashes:
 
     def _absorb(self, layer: int, start: int, stop: int, payload: memoryview) -> list[int]:
         """The hashes of the pieces of [start, stop). Those of whole blocks are kept."""
-        row = self._offer.layout.row_bytes
-        values = (stop - start) * row  # where V begins
-        hashes, pieces = self._hashes[layer], []
-        for block in self._blocks(start, stop):
-            block_start, block_stop = block_range(self._offer, block)
-            first, last = max(block_start, start), min(block_stop, stop)
-            begin, end = (first - start) * row, (last - start) * row
+        row, size = self._offer.layout.row_bytes, self._offer.block_tokens
+        keys, values = payload[: (stop - start) * row], payload[(stop - start) * row :]
+        pieces: list[int] = []
+        first, begin = start, 0
+        while first < stop:
+            last = min(first - first % size + size, stop)
+            end = begin + (last - first) * row
             # Layer, place and length are 64 bits together: within a transfer no two seeds are equal.
             seed = self._seed ^ (layer << 48 | first << 16 | last - first)
-            key_hash = xxh3_64_intdigest(payload[begin:end], seed)
-            piece = xxh3_64_intdigest(payload[values + begin : values + end], key_hash)
-            pieces.append(piece)
-            if (first, last) == (block_start, block_stop):
-                hashes[block] = piece
+            pieces.append(xxh3_64_intdigest(values[begin:end], xxh3_64_intdigest(keys[begin:end], seed)))
+            first, begin = last, end
+        self._keep(layer, start, stop, pieces)
         return pieces
+
+    def _keep(self, layer: int, start: int, stop: int, pieces: list[int]) -> None:
+        """Of the pieces of [start, stop), the hashes of whole blocks."""
+        blocks = self._blocks(start, stop)
+        if not blocks:
+            return
+        first = blocks.start + (block_range(self._offer, blocks[0])[0] < start)
+        last = blocks.stop - (block_range(self._offer, blocks[-1])[1] > stop)
+        if first < last:
+            self._hashes[layer][first:last] = pieces[first - blocks.start : last - blocks.start]
 
     def _unhashed(self, layer: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Runs of complete blocks without a hash that [start, stop) touches, in tokens."""
         run: tuple[int, int] | None = None
         for block in self._blocks(start, stop):
+            if self._hashes[layer][block] is not None:
+                continue
             first, last = block_range(self._offer, block)
-            if self._hashes[layer][block] is not None or not self._present[layer].covers(first, last):
+            if not self._present[layer].covers(first, last):
                 continue
             if run is not None and run[1] == first:
                 run = run[0], last

@@ -99,6 +99,8 @@ class KvSource:
 
     def close(self) -> None:
         for process in self._processes:
+            process.let_end()
+        for process in self._processes:
             process.close()
         self._control.close()
 
@@ -160,11 +162,13 @@ class KvProcess:
         self._reader.join(timeout_s)
         assert not self._reader.is_alive(), f"{what}: process {self.pid} is alive after {timeout_s:g} s"
 
-    def close(self) -> None:
-        """Let the process end; kill it, by its id, where it does not."""
+    def let_end(self) -> None:
         if self._reader.is_alive():
             self._connection.shutdown(socket.SHUT_WR)
-            self._reader.join(10.0)
+
+    def close(self) -> None:
+        """Wait for the process's end; kill it, by its id, where it does not come."""
+        self._reader.join(10.0)
         if self._reader.is_alive():
             os.kill(self.pid, signal.SIGKILL)
             self._reader.join(10.0)
