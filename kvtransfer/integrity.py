@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
@@ -91,15 +92,15 @@ class BlockHashes:
         """The hashes of the pieces of [start, stop). Those of whole blocks are kept."""
         row, size = self._offer.layout.row_bytes, self._offer.block_tokens
         keys, values = payload[: (stop - start) * row], payload[(stop - start) * row :]
+        borders = [start, *range(start - start % size + size, stop, size), stop]
+        seed = self._seed ^ layer << 48  # layer, place and length are 64 bits: no two seeds of a transfer are equal
         pieces: list[int] = []
-        first, begin = start, 0
-        while first < stop:
-            last = min(first - first % size + size, stop)
+        begin = 0
+        for first, last in pairwise(borders):
             end = begin + (last - first) * row
-            # Layer, place and length are 64 bits together: within a transfer no two seeds are equal.
-            seed = self._seed ^ (layer << 48 | first << 16 | last - first)
-            pieces.append(xxh3_64_intdigest(values[begin:end], xxh3_64_intdigest(keys[begin:end], seed)))
-            first, begin = last, end
+            key_hash = xxh3_64_intdigest(keys[begin:end], seed ^ (first << 16 | last - first))
+            pieces.append(xxh3_64_intdigest(values[begin:end], key_hash))
+            begin = end
         self._keep(layer, start, stop, pieces)
         return pieces
 

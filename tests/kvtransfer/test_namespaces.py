@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,9 +26,24 @@ ALL_BYTES = LAYOUT.layer_count * LAYOUT.payload_bytes(TOKEN_COUNT)
 KEY = CurveKey.generate()
 
 
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """A process on the near side of a link and one on its far side."""
+
+    link: JoinedNamespaces
+    near: KvProcess
+    far: KvProcess
+
+    def connect(self, far_key: CurveKey = KEY) -> str:
+        """Links of the two to one another. Their name, which is also that of the transfer to come."""
+        name = secrets.token_hex(4)
+        for process, address, key in ((self.near, ADDRESSES[0], KEY), (self.far, ADDRESSES[1], far_key)):
+            process.link(name, host=address, key=key)
+        return name
+
+
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[tuple[JoinedNamespaces, KvProcess, KvProcess]]:
-    """The link, a process on its near side and one on its far side. The last test cuts it."""
+def hosts() -> Iterator[Hosts]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kv", dir="/tmp")))
         try:
@@ -36,19 +52,21 @@ def hosts() -> Iterator[tuple[JoinedNamespaces, KvProcess, KvProcess]]:
             pytest.skip(f"no network namespaces: {reason}")
         sources = [stack.enter_context(kv_source(folder, command_prefix=prefix)) for prefix in link.prefixes]
         (near,), (far,) = (source.fork(1) for source in sources)
-        yield link, near, far
+        yield Hosts(link, near, far)
 
 
-def connect(near: KvProcess, far: KvProcess, name: str, far_key: CurveKey = KEY) -> None:
-    """A link on either side."""
-    for process, address, key in ((near, ADDRESSES[0], KEY), (far, ADDRESSES[1], far_key)):
-        process.link(name, host=address, key=key)
+def transfer(
+    sender: KvProcess, receiver: KvProcess, name: str, *, lease_after_s: float = 0.0, commit: bool = True
+) -> None:
+    """Begin one."""
+    ticket = receiver.expect(name, name, lease_after_s)
+    sender.send(name, name, ticket, commit=commit)
 
 
-def transfer(sender: KvProcess, receiver: KvProcess, name: str, **how: Any) -> None:
-    """Begin one over the links of that name."""
-    ticket = receiver.expect(name, name, lease_after_s=how.pop("lease_after_s", 0.0))
-    sender.send(name, name, ticket, **how)
+def check_right(sender: KvProcess, receiver: KvProcess, name: str) -> None:
+    for process in (sender, receiver):
+        end = process.wait("end", name=name)
+        assert (end["error"], end["digest"]) == (None, RIGHT_BYTES)
 
 
 def stats(process: KvProcess, link: str) -> dict[str, int]:
@@ -57,40 +75,41 @@ def stats(process: KvProcess, link: str) -> dict[str, int]:
     return counts
 
 
-def test_transfer_goes_through_both_ways(hosts: tuple[JoinedNamespaces, KvProcess, KvProcess]) -> None:
-    _, near, far = hosts
-    for name, sender, receiver in (("there", near, far), ("back", far, near)):
-        connect(near, far, name)
+def test_transfers_go_through_both_ways(hosts: Hosts) -> None:
+    for sender, receiver in ((hosts.near, hosts.far), (hosts.far, hosts.near)):
+        name = hosts.connect()
         transfer(sender, receiver, name)
-        for process in (sender, receiver):
-            end = process.wait("end", name=name)
-            assert (end["error"], end["digest"]) == (None, RIGHT_BYTES)
+        check_right(sender, receiver, name)
 
 
-def test_peer_without_the_key_gets_nothing_and_brings_nothing(
-    hosts: tuple[JoinedNamespaces, KvProcess, KvProcess],
-) -> None:
-    _, near, far = hosts
-    for name, sender, receiver in (("from a stranger", far, near), ("to a stranger", near, far)):
-        connect(near, far, name, far_key=CurveKey.generate())
+def test_peer_without_the_key_gets_nothing_and_brings_nothing(hosts: Hosts) -> None:
+    started = [
+        (hosts.connect(far_key=CurveKey.generate()), *pair)
+        for pair in ((hosts.far, hosts.near), (hosts.near, hosts.far))
+    ]
+    for name, sender, receiver in started:
         transfer(sender, receiver, name)
+    for name, sender, receiver in started:
         ends = {process: process.wait("end", ENDS_WITHIN_S, name=name) for process in (sender, receiver)}
         assert all(end["error"].startswith("TransferError") for end in ends.values())
         assert ends[receiver]["digest"] == NO_BYTES
         assert all(stats(process, name)["frames_received"] == 0 for process in ends)
 
 
-def test_cut_link_ends_both_sides_in_time(hosts: tuple[JoinedNamespaces, KvProcess, KvProcess]) -> None:
-    link, near, far = hosts
-    for name in ("waiting", "in the stream"):
-        connect(near, far, name)
-    transfer(far, near, "waiting", lease_after_s=60.0)
-    transfer(far, near, "in the stream", commit=False)
-    wait_for(lambda: stats(near, "waiting")["frames_received"], "OPEN has come")
-    wait_for(lambda: stats(near, "in the stream")["bytes_received"] == ALL_BYTES, "all layers have come")
-    link.cut()
-    for name in ("waiting", "in the stream"):
+def test_cut_link_ends_both_sides_in_time_and_a_mended_one_serves_again(hosts: Hosts) -> None:
+    near, far = hosts.near, hosts.far
+    waiting, streaming = hosts.connect(), hosts.connect()
+    transfer(far, near, waiting, lease_after_s=0.9 * ENDS_WITHIN_S)
+    transfer(far, near, streaming, commit=False)
+    wait_for(lambda: stats(near, waiting)["frames_received"], "OPEN has come")
+    wait_for(lambda: stats(near, streaming)["bytes_received"] == ALL_BYTES, "all layers have come")
+    hosts.link.cut()
+    for name in (waiting, streaming):
         for process in (near, far):
             end = process.wait("end", ENDS_WITHIN_S, name=name)
             assert "silent" in end["error"]
             assert end["late"] == 0
+    hosts.link.mend()
+    name = hosts.connect()
+    transfer(far, near, name)
+    check_right(far, near, name)

@@ -11,7 +11,7 @@ import secrets
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,16 @@ def source(folder: Path, payload: str) -> Iterator[KvSource]:
         yield made
 
 
+Fork = Callable[[int], list[KvProcess]]
+
+
+@pytest.fixture
+def fork(source: KvSource) -> Iterator[Fork]:
+    """Makes processes for one test."""
+    yield source.fork
+    source.let_end()
+
+
 def phases_of(payload: str, phases: dict[str, Any]) -> dict[str, Any]:
     """A group's way differs from the messages' only once a payload goes it, and is dear to set up."""
     if payload != "gloo":
@@ -63,8 +73,8 @@ def check_end(end: dict[str, Any], *, passes: bool) -> None:
         assert end["error"] is None or end["error"].startswith("TransferError"), end["name"]
 
 
-def test_any_fault_in_any_phase_ends_in_time_with_right_bytes_or_a_typed_error(source: KvSource, payload: str) -> None:
-    pair = dict(zip(("prefill", "decode"), source.fork(2), strict=True))
+def test_any_fault_in_any_phase_ends_in_time_with_right_bytes_or_a_typed_error(fork: Fork, payload: str) -> None:
+    pair = dict(zip(("prefill", "decode"), fork(2), strict=True))
     run = secrets.token_hex(4)
     cases = {
         f"{run} {fault} {phase}": (case, where)
@@ -106,10 +116,10 @@ MOMENTS = {
 OTHER = {"prefill": "decode", "decode": "prefill"}
 
 
-def strike_all(source: KvSource, payload: str, number: int) -> tuple[KvProcess, dict[tuple[str, str], Any]]:
+def strike_all(fork: Fork, payload: str, number: int) -> tuple[KvProcess, dict[tuple[str, str], Any]]:
     """A survivor, and a victim for each side and phase, which meets signal `number` there in a transfer of its own."""
     strikes = [(side, phase) for side, moments in MOMENTS.items() for phase in phases_of(payload, moments)]
-    survivor, *victims = source.fork(1 + len(strikes))
+    survivor, *victims = fork(1 + len(strikes))
     struck = {
         (side, phase): (victim, strike(victim, survivor, side, phase, number))
         for (side, phase), victim in zip(strikes, victims, strict=True)
@@ -129,8 +139,8 @@ def strike(victim: KvProcess, survivor: KvProcess, side: str, phase: str, number
     return name
 
 
-def test_peer_killed_in_any_phase_ends_the_other_side_in_time(source: KvSource, payload: str) -> None:
-    survivor, struck = strike_all(source, payload, signal.SIGKILL)
+def test_peer_killed_in_any_phase_ends_the_other_side_in_time(fork: Fork, payload: str) -> None:
+    survivor, struck = strike_all(fork, payload, signal.SIGKILL)
     for where, (victim, name) in struck.items():
         victim.wait_dead(str(where))
         end = survivor.wait("end", ENDS_WITHIN_S, name=name)
@@ -139,8 +149,8 @@ def test_peer_killed_in_any_phase_ends_the_other_side_in_time(source: KvSource, 
             assert end["error"] is not None
 
 
-def test_frozen_peer_ends_the_other_side_in_time_and_itself_when_it_thaws(source: KvSource, payload: str) -> None:
-    survivor, struck = strike_all(source, payload, signal.SIGSTOP)
+def test_frozen_peer_ends_the_other_side_in_time_and_itself_when_it_thaws(fork: Fork, payload: str) -> None:
+    survivor, struck = strike_all(fork, payload, signal.SIGSTOP)
     for where, (victim, name) in struck.items():
         end = survivor.wait("end", ENDS_WITHIN_S, name=name)
         check_end(end, passes=where == ("prefill", "at ACK"))
@@ -152,9 +162,9 @@ def test_frozen_peer_ends_the_other_side_in_time_and_itself_when_it_thaws(source
 
 
 @pytest.mark.parametrize("payload", ["shared"], indirect=True)
-def test_memory_of_a_killed_sender_is_let_go_and_leaves_no_file(source: KvSource) -> None:
+def test_memory_of_a_killed_sender_is_let_go_and_leaves_no_file(fork: Fork) -> None:
     files = set(os.listdir("/dev/shm"))
-    prefill, decode = source.fork(2)
+    prefill, decode = fork(2)
     run = secrets.token_hex(4)
     for process, name in ((prefill, "prefill"), (decode, "decode")):
         process.link(f"{name} {run}")

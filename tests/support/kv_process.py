@@ -97,9 +97,13 @@ class KvSource:
         self._processes += made
         return made
 
-    def close(self) -> None:
+    def let_end(self) -> None:
+        """No more is asked of the processes there are. Waits for nothing."""
         for process in self._processes:
             process.let_end()
+
+    def close(self) -> None:
+        self.let_end()
         for process in self._processes:
             process.close()
         self._control.close()

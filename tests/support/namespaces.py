@@ -31,6 +31,9 @@ class JoinedNamespaces:
         """Nothing arrives any more, and nobody is told."""
         _run([*self.prefixes[1], "ip", "link", "set", _INTERFACES[1], "down"])
 
+    def mend(self) -> None:
+        _run([*self.prefixes[1], "ip", "link", "set", _INTERFACES[1], "up"])
+
 
 @contextmanager
 def joined_namespaces() -> Iterator[JoinedNamespaces]:
