@@ -44,6 +44,9 @@ from pdserve.types import SampledToken, Ticket
 
 Transfer = OutgoingTransfer | IncomingTransfer
 
+# A connection stays for so long without a transfer: a carrier's memory costs as much to touch anew as some copies.
+_CONNECTION_IDLE_S = 60.0
+
 
 @dataclass(slots=True)
 class _Connection:
@@ -244,7 +247,7 @@ class Exchange:
                 connection.users -= 1
                 connection.idle_since = now
         for peer, connection in list(self._connections.items()):
-            if connection.users == 0 and now >= connection.idle_since + self._linger_s:
+            if connection.users == 0 and now >= connection.idle_since + _CONNECTION_IDLE_S:
                 del self._connections[peer]
                 self._transport.disconnect(peer)
 

@@ -19,6 +19,7 @@ from support.kv_links import CONFIG, LAYOUT
 from support.kv_store import FakeStore
 
 TTL_S = CONFIG.ticket_ttl_ms / 1000
+IDLE_S = 60.0  # of a connection
 ENDPOINT = "wire://there"
 RECEIVER, SENDER = b">" + ENDPOINT.encode(), b"<somebody"
 STOP = Cancelled("stop")
@@ -100,19 +101,19 @@ def test_connection_without_transfers_is_given_up_after_a_while() -> None:
     worker.exchange.abort_outgoing(first, STOP)
     worker.advance(TTL_S / 2)
     worker.exchange.abort_outgoing(second, STOP)
-    worker.advance(TTL_S / 4)
-    worker.advance(TTL_S - 0.01)
+    worker.advance(TTL_S / 2)
+    worker.advance(IDLE_S - 0.01)
     assert worker.transport.disconnected == []
     worker.advance(0.02)
     assert worker.transport.disconnected == [RECEIVER]
-    worker.advance(TTL_S)
+    worker.advance(IDLE_S)
     assert worker.transport.disconnected == [RECEIVER]
 
 
 def test_connection_in_use_again_is_kept() -> None:
     worker = Worker()
     worker.exchange.abort_outgoing(worker.send(1), STOP)
-    worker.advance(TTL_S / 2)
+    worker.advance(IDLE_S - TTL_S)
     third = worker.send(3)
     for _ in range(4):
         worker.advance(TTL_S / 2)

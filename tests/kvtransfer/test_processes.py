@@ -18,14 +18,12 @@ from typing import Any
 import pytest
 
 from support.kv_faults import FAULTS, LEASE_AFTER_S, PHASES, TOKEN_COUNT
-from support.kv_links import CONFIG, LAYOUT
-from support.kv_process import KvProcess, KvSource, Signal, digest_of, kv_source
+from support.kv_links import LAYOUT
+from support.kv_process import KvProcess, KvSource, Signal, digest_of, kv_source, process_config
 from support.kv_store import FakeStore
 
-TTL_S = CONFIG.ticket_ttl_ms / 1000
-ENDS_WITHIN_S = LEASE_AFTER_S + 3 * TTL_S + 2.0
 RIGHT_BYTES = digest_of(FakeStore.random(LAYOUT, TOKEN_COUNT, seed=1))
-LONG_WAIT_S = 0.6 * TTL_S  # for blocks, where something is to happen meanwhile
+LONG_WAIT_S = 0.6  # for blocks, where something is to happen meanwhile
 ON_A_PAYLOADS_WAY = ("in the stream", "at COMMIT", "at ACK")
 
 
@@ -58,6 +56,10 @@ def fork(source: KvSource) -> Iterator[Fork]:
     source.let_end()
 
 
+def ends_within_s(payload: str) -> float:
+    return LEASE_AFTER_S + 3 * process_config(payload).ticket_ttl_ms / 1000 + 2.0
+
+
 def phases_of(payload: str, phases: dict[str, Any]) -> dict[str, Any]:
     """A group's way differs from the messages' only once a payload goes it, and is dear to set up."""
     if payload != "gloo":
@@ -87,7 +89,7 @@ def test_any_fault_in_any_phase_ends_in_time_with_right_bytes_or_a_typed_error(f
     for name in cases:
         ticket = pair["decode"].expect(f"decode {name}", name)
         pair["prefill"].send(f"prefill {name}", name, ticket)
-    until = time.monotonic() + ENDS_WITHIN_S
+    until = time.monotonic() + ends_within_s(payload)
     for name, (case, _) in cases.items():
         sent, received = (p.wait("end", until - time.monotonic(), name=name) for p in pair.values())
         for end in (sent, received):
@@ -143,7 +145,7 @@ def test_peer_killed_in_any_phase_ends_the_other_side_in_time(fork: Fork, payloa
     survivor, struck = strike_all(fork, payload, signal.SIGKILL)
     for where, (victim, name) in struck.items():
         victim.wait_dead(str(where))
-        end = survivor.wait("end", ENDS_WITHIN_S, name=name)
+        end = survivor.wait("end", ends_within_s(payload), name=name)
         check_end(end, passes=where == ("prefill", "at ACK"))
         if where != ("prefill", "at ACK"):
             assert end["error"] is not None
@@ -152,10 +154,10 @@ def test_peer_killed_in_any_phase_ends_the_other_side_in_time(fork: Fork, payloa
 def test_frozen_peer_ends_the_other_side_in_time_and_itself_when_it_thaws(fork: Fork, payload: str) -> None:
     survivor, struck = strike_all(fork, payload, signal.SIGSTOP)
     for where, (victim, name) in struck.items():
-        end = survivor.wait("end", ENDS_WITHIN_S, name=name)
+        end = survivor.wait("end", ends_within_s(payload), name=name)
         check_end(end, passes=where == ("prefill", "at ACK"))
         os.kill(victim.pid, signal.SIGCONT)
-        late = victim.wait("end", ENDS_WITHIN_S, name=name)
+        late = victim.wait("end", ends_within_s(payload), name=name)
         check_end(late, passes=where[1] == "at ACK")
         if end["error"] is None:
             assert late["error"] is None

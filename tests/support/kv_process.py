@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +40,22 @@ from kvtransfer.transports.carried import CarriedTransport
 from kvtransfer.transports.faulty import Fault, FaultRule, FaultyTransport
 from kvtransfer.transports.zmq import CurveKey, ZmqTransport, ipc_endpoint
 from pdserve.clock import SystemClock
+from pdserve.config import TransferConfig
 from pdserve.errors import PdserveError
 from pdserve.tracing import Trace
 from pdserve.types import Ticket
 from support.kv_faults import CHUNK_TOKENS, LEASE_AFTER_S, TOKEN_COUNT
-from support.kv_links import LAYOUT, OWNER, TOKENS, carried, gloo_carrier, make_link, send_layers
+from support.kv_links import CONFIG, LAYOUT, OWNER, TOKENS, carried, gloo_carrier, make_link, send_layers
 from support.kv_store import FakeStore
+
 
 _TESTS = Path(__file__).parent.parent
 _START_S = 30.0
+
+
+def process_config(payload: str) -> TransferConfig:
+    """What the links of a source have. A group takes its time to be made where processes outnumber cores."""
+    return replace(CONFIG, ticket_ttl_ms=2 * CONFIG.ticket_ttl_ms) if payload == "gloo" else CONFIG
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +227,7 @@ class _Child:
     def __init__(self, folder: Path, payload: str, connection: socket.socket) -> None:
         self._folder = folder
         self._carriers = [] if payload == "inline" else [payload]
+        self._config = process_config(payload)
         self._carried: dict[str, CarriedTransport] = {}
         self._connection = connection
         self._links: dict[str, Link] = {}
@@ -252,7 +260,7 @@ class _Child:
         transport = FaultyTransport(transport, unpacked, 1, SystemClock())
         transport = self._carried[link] = carried(transport, *self._carriers)
         transport = _SignallingTransport(transport, Signal(**moment)) if moment else transport
-        self._links[link] = make_link(transport, trace=Trace(capacity=256))  # a full one does not grow
+        self._links[link] = make_link(transport, self._config, trace=Trace(capacity=256))  # a full one does not grow
         self._links[link].start()
         self._say("linked", link=link)
 
@@ -321,7 +329,7 @@ def _serve(folder: Path, payload: str, control: socket.socket) -> None:
         if os.fork() == 0:
             control.close()
             _Child(folder, payload, socket.socket(fileno=descriptors[0])).run()
-            return
+            os._exit(0)  # at once: a group's thread may wait for a peer that the test has killed
         os.close(descriptors[0])
         children += 1
     for _ in range(children):

@@ -87,9 +87,11 @@ static void store_rows(const struct pdk_cache *cache, struct slot_tiles to, cons
         memcpy(key, k + d, 2 * sizeof *key);
     if (d < size)
         *key = k[d];
-    for (int64_t panel = 0; panel < size; panel += PANEL, value += TILE_TOKENS * PANEL)
-        for (int64_t i = 0; i < min_of(PANEL, size - panel); i++)
-            value[2 * i] = v[panel + i];
+    for (d = 0; d + PANEL <= size; d += PANEL, value += TILE_TOKENS * PANEL)
+        for (int64_t i = 0; i < PANEL; i++)
+            value[2 * i] = v[d + i];
+    for (int64_t i = 0; d + i < size; i++)
+        value[2 * i] = v[d + i];
 }
 
 static void load_rows(const struct pdk_cache *cache, struct slot_tiles from, uint16_t *k, uint16_t *v)
@@ -102,9 +104,11 @@ static void load_rows(const struct pdk_cache *cache, struct slot_tiles from, uin
         memcpy(k + d, key, 2 * sizeof *k);
     if (d < size)
         k[d] = *key;
-    for (int64_t panel = 0; panel < size; panel += PANEL, value += TILE_TOKENS * PANEL)
-        for (int64_t i = 0; i < min_of(PANEL, size - panel); i++)
-            v[panel + i] = value[2 * i];
+    for (d = 0; d + PANEL <= size; d += PANEL, value += TILE_TOKENS * PANEL)
+        for (int64_t i = 0; i < PANEL; i++) /* so often that the compiler can do them at once */
+            v[d + i] = value[2 * i];
+    for (int64_t i = 0; d + i < size; i++)
+        v[d + i] = value[2 * i];
 }
 
 /* As write_slot, of bfloat16 rows. */
