@@ -106,7 +106,7 @@ def poison(stage: Stage) -> None:
             victim = _wait_attempt(stage, recording.request_id, number)
             if victim is None:
                 return
-            injected: Injected = round_.injector.kill(process_of(victim), phase)
+            injected: Injected = round_.injector.crash(process_of(victim), phase)
             injected.hit = wait_for(lambda injected=injected: injected.detected_s is not None, PHASE_TIMEOUT_S)
         wait_for(lambda: recording.ended_s is not None, PHASE_TIMEOUT_S)
         round_.run.release(repeated)
