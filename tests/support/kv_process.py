@@ -48,7 +48,6 @@ from support.kv_faults import CHUNK_TOKENS, LEASE_AFTER_S, TOKEN_COUNT
 from support.kv_links import CONFIG, LAYOUT, OWNER, TOKENS, carried, gloo_carrier, make_link, send_layers
 from support.kv_store import FakeStore
 
-
 _TESTS = Path(__file__).parent.parent
 _START_S = 30.0
 
