@@ -12,10 +12,10 @@ from kvtransfer.incoming import IncomingTransfer
 from kvtransfer.outgoing import OutgoingTransfer
 from router.dispatch import Phase
 
-_MAX_UNREAD = 10_000
+_OVER_LIMIT = 2  # a session's first message and the connection's end are beside its outbox
 
 
-def check_worker(worker: SimulatedWorker) -> None:
+def check_worker(worker: SimulatedWorker, max_unsent: int) -> None:
     """The pool's books, the blocks of transfers under way, the limits of all queues, and nobody's bug swallowed."""
     worker.engine.pool.check_integrity()
     name = worker.process.name
@@ -34,24 +34,30 @@ def check_worker(worker: SimulatedWorker) -> None:
         if count > worker.max_queued:
             raise Violation(f"{name}: {count} {what}, the limit is {worker.max_queued}")
     for wire in worker.process.wires:
-        if max(wire.unread.values()) > _MAX_UNREAD:
+        if max(wire.unread.values()) > max_unsent + _OVER_LIMIT:
             raise Violation(f"{name}: a session has more unread messages than its outbox takes")
 
 
 def check_router(router: SimulatedRouter) -> None:
     """Each request in flight has its stream and somebody or some time to wait for; there are not more than allowed."""
     dispatch = router.control.dispatch
-    streams, requests = len(router.control._streams), len(dispatch)
+    streams, requests = (
+        len(router.control._streams),
+        len({entry.request.request_id for entry in dispatch._requests.values()}),
+    )
     if streams != requests:
         raise Violation(f"{router.process.name}: {requests} requests have {streams} streams")
+    for stream in router.calls:
+        if stream.waiting_count > stream.most_events:
+            raise Violation(f"{router.process.name}: {stream.waiting_count} events wait for {stream.request_id}")
     for entry in dispatch._requests.values():  # the timer looks after those that wait for a place
         waits = entry.phase is Phase.PLACING or (
             entry.attempt is not None and entry.attempt.decode in router.control._sessions
         )
         if not waits:
             raise Violation(f"{router.process.name}: {entry.request.request_id} waits for nobody")
-    if requests > router.config.max_requests:
-        raise Violation(f"{router.process.name}: {requests} requests, the limit is {router.config.max_requests}")
+    if len(dispatch) > router.config.max_requests:
+        raise Violation(f"{router.process.name}: {len(dispatch)} outputs, the limit is {router.config.max_requests}")
 
 
 def check_credit(sending: SimulatedWorker, workers: Iterable[SimulatedWorker]) -> None:

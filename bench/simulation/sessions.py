@@ -57,13 +57,23 @@ class WorkerEnd:
         self._timeout_s = WELCOME_TIMEOUT_S
         self._heard_at = worker.process.timeline.now()
         self._over = False
+        self._router_process = router.process
+        self._max_unsent = fabric.conditions.max_unsent
         self.wire = Wire(fabric, worker.process, router.process, self._closed)
-        self._other = RouterEnd(self, router, self.wire)
+        self._other = RouterEnd(self, router, self.wire, self._max_unsent)
         hello = convert.worker_to_hello(worker.info)
         self.wire.send(worker.process, "hello", lambda: self._other.on_hello(hello))
         self._watch()
 
+    @property
+    def process(self) -> Process:
+        return self._worker.process
+
     def send(self, message: pb.WorkerMessage) -> None:
+        """To the router; one that reads too slowly loses the session."""
+        if self.wire.unread[self._router_process] >= self._max_unsent:
+            self._worker.process.after(0.0, "outbox full", self._end)
+            return
         label = message.WhichOneof("message") or ""
         self.wire.send(self._worker.process, label, lambda: self._other.on_message(message), message)
 
@@ -112,10 +122,11 @@ class RouterEnd:
 
     info: WorkerInfo
 
-    def __init__(self, other: WorkerEnd, router: RouterSide, wire: Wire) -> None:
+    def __init__(self, other: WorkerEnd, router: RouterSide, wire: Wire, max_unsent: int) -> None:
         self._other = other
         self._router = router
         self._wire = wire
+        self._max_unsent = max_unsent
         self._joined = False
         self._over = False
 
@@ -143,6 +154,9 @@ class RouterEnd:
             self.leave(str(error))
 
     def send(self, message: pb.RouterMessage) -> None:
+        if self._wire.unread[self._other.process] >= self._max_unsent:
+            self.close()
+            return
         label = message.WhichOneof("message") or ""
         self._wire.send(self._router.process, label, lambda: self._other.on_message(message), message)
 
