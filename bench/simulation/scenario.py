@@ -15,7 +15,7 @@ from pdserve.config import TRANSFER_MODES, EngineConfig, RouterConfig, TransferC
 from pdserve.types import Role, SamplingParams
 
 _CALM_SHARE = 0.15
-_MIXED_SHARE = 0.2
+_MIXED_SHARE = 0.25
 _POISON_SHARE = 0.06
 _FIRST_BUSY_S = 0.5  # by then everybody has joined
 
@@ -83,6 +83,9 @@ def draw(seed: int) -> Scenario:
     jobs = [_varied(more, _job(rng, f"r{i}", longest, calm), most_outputs=3) for i in range(job_count)]
     if not calm and more.random() < _POISON_SHARE:
         jobs.append(_poisonous(more, longest))
+    faults = _faults(rng, [worker.worker_id for worker in workers], routers, job_count)
+    if more.random() < (0.8 if len({worker.colour for worker in workers}) > 1 else 0.1):
+        faults.append(_router_loss(more, routers, job_count))
     roomy = min(engine.max_queued, max_requests) >= 64  # where there is little room, the late ones must fit
     late = [_varied(more, _job(rng, f"late{i}", longest, True), 3 if roomy else 1) for i in range(2)]
     return Scenario(
@@ -106,7 +109,7 @@ def draw(seed: int) -> Scenario:
         ),
         jobs=tuple(jobs),
         late_jobs=tuple(late),
-        faults=() if calm else _faults(rng, [worker.worker_id for worker in workers], routers, job_count),
+        faults=() if calm else tuple(sorted(faults, key=lambda fault: fault.at_event)),
     )
 
 
@@ -132,7 +135,7 @@ def _coloured(more: random.Random, workers: tuple[WorkerPlan, ...]) -> tuple[Wor
     """Now and then workers are of two kinds: the pools run on different hardware, or it is anyhow."""
     if more.random() > _MIXED_SHARE:
         return workers
-    if more.random() < 0.5:
+    if more.random() < 0.3:
         return tuple(replace(worker, colour=int(worker.role is Role.DECODE)) for worker in workers)
     return tuple(replace(worker, colour=more.randrange(2)) for worker in workers)
 
@@ -221,7 +224,20 @@ def _poisonous(more: random.Random, longest: int) -> JobPlan:
     )
 
 
-def _faults(rng: random.Random, workers: list[str], routers: tuple[str, ...], job_count: int) -> tuple[Fault, ...]:
+def _router_loss(more: random.Random, routers: tuple[str, ...], job_count: int) -> Fault:
+    """A router ends amid its streams: what it knew of them has to be known to the next one."""
+    return Fault(
+        at_event=more.randrange(20 * job_count),
+        kind=more.choice((FaultKind.CRASH, FaultKind.LEAVE)),
+        host=more.choice(routers),
+        other="",
+        duration_s=0.3,
+        death=Death.CLEAN,
+        patience_s=0.05,
+    )
+
+
+def _faults(rng: random.Random, workers: list[str], routers: tuple[str, ...], job_count: int) -> list[Fault]:
     """A few at any events, sometimes several at once."""
     faults: list[Fault] = []
     span = 40 * job_count
@@ -245,4 +261,4 @@ def _faults(rng: random.Random, workers: list[str], routers: tuple[str, ...], jo
                 patience_s=rng.choice((0.05, 0.5, 5.0)),
             )
         )
-    return tuple(sorted(faults, key=lambda fault: fault.at_event))
+    return faults

@@ -90,6 +90,42 @@ def test_outputs_that_have_tokens_already_share_the_prompt_and_compute_the_rest(
         assert job.tokens == whole.tokens[len(ids) :]
 
 
+@pytest.mark.parametrize("comes", [True, False])
+def test_an_output_waits_for_one_that_is_expected_and_computes_the_prompt_alone_if_that_does_not_come(engine, comes):
+    prompt = prompt_of(150)
+    expected = [alone(engine, prompt, output).tokens for output in range(2)]
+    engine.expect(owner(0))
+    leader, follower = Job(prompt, PARAMS), Job(prompt, PARAMS)
+    submit(engine, follower, 1, shares=0)
+    for _ in range(3):
+        engine.step()
+    assert not engine.idle()
+    assert engine.load().blocks.leased == 0
+    if comes:
+        submit(engine, leader, 0)
+        while not follower.tokens:
+            engine.step()
+        assert engine.load().blocks.leased == 4 + 2  # 149 // 32 full ones are held once
+        finish(engine, [leader, follower])
+        assert [leader.tokens, follower.tokens] == expected
+    else:
+        engine.forget(owner(0))
+        finish(engine, [follower])
+        assert follower.tokens == expected[1]
+    assert engine.idle()
+
+
+def test_an_output_that_is_aborted_while_it_waits_for_an_expected_one_leaves_nothing(engine):
+    engine.expect(owner(0))
+    follower = Job(prompt_of(150), PARAMS)
+    submit(engine, follower, 1, shares=0)
+    engine.abort(owner(1), Cancelled("gone"))
+    engine.forget(owner(0))
+    engine.step()
+    assert isinstance(follower.outcome, Cancelled)
+    assert engine.idle()
+
+
 def test_followers_of_one_that_is_aborted_compute_the_prompt_themselves(engine):
     prompt = prompt_of(150)
     expected = alone(engine, prompt, 1).tokens
