@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,13 +39,11 @@ class TagStore:
     def __init__(self, block_count: int, block_tokens: int) -> None:
         self.shape = CacheShape(LAYERS, block_count, block_tokens, LAYOUT.kv_heads, LAYOUT.head_dim, torch.float32)
         self.cache = np.zeros((LAYERS, block_count * block_tokens, 2), np.uint64)
+        self._block_of, self._within = np.divmod(np.arange(block_count * block_tokens), block_tokens)
 
     def slots(self, blocks: ListLike[int], start: int, stop: int) -> np.ndarray:
         """Where tokens [start, stop) of a sequence with these blocks are."""
-        positions = np.arange(start, stop)
-        return np.asarray(blocks)[positions // self.shape.block_tokens] * self.shape.block_tokens + (
-            positions % self.shape.block_tokens
-        )
+        return np.asarray(blocks)[self._block_of[start:stop]] * self.shape.block_tokens + self._within[start:stop]
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Copy the first tokens of a block into another one."""
@@ -152,6 +151,9 @@ class SimulatedEngine(Engine):
         self.preemptions = 0
         super().__init__(decoder, store, config, max_model_len=block_count * config.block_tokens)  # type: ignore[arg-type]
         self._oracle = oracle
+        self.pool_touched = True  # since somebody last looked at its books
+        for name in ("lease", "share"):
+            setattr(self._pool, name, self._touching(getattr(self._pool, name)))
         self._pool.give_back = self._give_back_wiped  # type: ignore[method-assign]
         if oracle.mixed:
             self._sample = self._runner._sample
@@ -184,7 +186,15 @@ class SimulatedEngine(Engine):
         self._oracle.note(sequence.owner, sequence.output_count, provenance)
         return self._sample(logits, sequence)
 
+    def _touching(self, change: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any) -> Any:
+            self.pool_touched = True
+            return change(*args)
+
+        return noted
+
     def _give_back_wiped(self, owner: Owner) -> int:
+        self.pool_touched = True
         blocks = self._pool.leased_to(owner)
         self.preemptions += self._sequences[owner].phase is not Phase.ENDED
         freed = BlockPool.give_back(self._pool, owner)

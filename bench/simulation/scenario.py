@@ -72,7 +72,7 @@ def draw(seed: int) -> Scenario:
     longest = rng.choice((24, 48, 72))
     workers = _coloured(more, _workers(rng, block_tokens, longest, calm))
     routers = tuple(f"router-{i}" for i in range(rng.choice((1, 1, 2))))
-    job_count = 10 if calm else rng.randint(3, 12)
+    job_count = 10 if calm else rng.randint(3, 10)
     engine = EngineConfig(
         block_tokens=block_tokens,
         max_step_tokens=rng.choice((4, 8, 32)),

@@ -6,6 +6,7 @@ of this module.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Protocol
 
 from bench.simulation.network import Fabric, Wire
@@ -38,6 +39,7 @@ class WorkerSide(Protocol):
     process: Process
     info: WorkerInfo
     handler: worker_messages.SessionHandler
+    counts: Counter[str]
 
     @property
     def load(self) -> Load: ...
@@ -56,7 +58,7 @@ class WorkerEnd:
         self._router: str | None = None  # its incarnation, from the Welcome
         self._timeout_s = WELCOME_TIMEOUT_S
         self._heard_at = worker.process.timeline.now()
-        self._over = False
+        self._over = self._full = False
         self._router_process = router.process
         self._max_unsent = fabric.conditions.max_unsent
         self.wire = Wire(fabric, worker.process, router.process, self._closed)
@@ -72,6 +74,8 @@ class WorkerEnd:
     def send(self, message: pb.WorkerMessage) -> None:
         """To the router; one that reads too slowly loses the session."""
         if self.wire.unread[self._router_process] >= self._max_unsent:
+            self._worker.counts["outbox full"] += not self._full
+            self._full = True
             self._worker.process.after(0.0, "outbox full", self._end)
             return
         label = message.WhichOneof("message") or ""
