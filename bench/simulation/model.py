@@ -149,6 +149,7 @@ class SimulatedEngine(Engine):
         store = TagStore(block_count, config.block_tokens)
         decoder = OracleDecoder(oracle, store, between_layers, colour)
         self.preemptions = 0
+        self.prompts_shared = 0
         super().__init__(decoder, store, config, max_model_len=block_count * config.block_tokens)  # type: ignore[arg-type]
         self._oracle = oracle
         self.pool_touched = True  # since somebody last looked at its books
@@ -189,6 +190,7 @@ class SimulatedEngine(Engine):
     def _touching(self, change: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*args: Any) -> Any:
             self.pool_touched = True
+            self.prompts_shared += change.__name__ == "share"
             return change(*args)
 
         return noted

@@ -286,6 +286,7 @@ class SimulatedWorker:
         self.counts.update(
             {
                 "preemption": self.engine.preemptions,
+                "prompt shared": self.engine.prompts_shared,
                 "frame sent again": stats.frames_resent,
                 "frame refused": stats.frames_refused,
                 "damaged payload": stats.checksum_failures,

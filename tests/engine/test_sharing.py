@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +11,7 @@ from engine.engine import Engine
 from engine.sequence import Sequence
 from pdserve.errors import Cancelled
 from pdserve.types import Owner, SamplingParams
-from support.engines import Job, make_engine, run
+from support.engines import Job, Pair, make_engine, run
 
 BLOCK = 32
 PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=12, logprobs=1)
@@ -113,6 +114,24 @@ def test_an_output_waits_for_one_that_is_expected_and_computes_the_prompt_alone_
         finish(engine, [follower])
         assert follower.tokens == expected[1]
     assert engine.idle()
+
+
+def test_outputs_share_a_prompt_that_a_prefill_worker_has_not_begun_to_send(engine, llama):
+    prompt = prompt_of(150)
+    expected = [alone(engine, prompt, output).tokens for output in range(3)]
+    decode = make_engine(llama)
+    rows, compute = [], decode._runner.run
+    decode._runner.run = lambda plan: rows.append(plan.token_count) or compute(plan)
+    jobs = [Job(prompt, PARAMS) for _ in range(3)]
+    with Pair(make_engine(llama), decode) as pair:
+        leader = pair.start(jobs[0])
+        for output in (1, 2):
+            follower = replace(leader, output=output)
+            pair.jobs[follower] = jobs[output]
+            pair.decode_service.start(follower, prompt, (), PARAMS, local_prefill=True, share=leader)
+        pair.finish(*jobs)
+    assert [job.tokens for job in jobs] == expected
+    assert sum(rows) == sum(len(job.tokens) for job in jobs) - 1  # the prompt's last token for each follower, no more
 
 
 def test_an_output_that_is_aborted_while_it_waits_for_an_expected_one_leaves_nothing(engine):

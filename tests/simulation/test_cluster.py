@@ -55,6 +55,7 @@ _TROUBLE = (
     "preempted import",
     "inexact",
     "several outputs",
+    "prompt shared",
     "stop string",
     "outbox full",
     "Cancelled",
