@@ -111,7 +111,7 @@ class Cluster:
     def _check_worker(self, worker: SimulatedWorker, label: str) -> None:
         worker.look_for_work()
         if label not in IDLE and label != "frame":  # one that has arrived is only looked at in the link's turn
-            checks.check_worker(worker, self.scenario.conditions.max_unsent)
+            checks.check_worker(worker, self._fabric.conditions.max_unsent)
             checks.check_credit(worker, self._workers.values())
 
     # Where the run stands.

@@ -165,7 +165,7 @@ def _conditions(rng: random.Random, more: random.Random) -> Conditions:
         damaged=rng.choice((0.0, 0.03)) if bad else 0.0,
         late=rng.choice((0.0, 0.1)) if bad else 0.0,
         late_s=rng.choice((0.02, 0.2, 1.0)),
-        max_unsent=more.choice((10_000, 10_000, 40)),
+        max_unsent=more.choice((10_000, 10_000, 16)),
     )
 
 

@@ -60,9 +60,9 @@ class WorkerEnd:
         self._heard_at = worker.process.timeline.now()
         self._over = self._full = False
         self._router_process = router.process
-        self._max_unsent = fabric.conditions.max_unsent
+        self._fabric = fabric
         self.wire = Wire(fabric, worker.process, router.process, self._closed)
-        self._other = RouterEnd(self, router, self.wire, self._max_unsent)
+        self._other = RouterEnd(self, router, self.wire, fabric)
         hello = convert.worker_to_hello(worker.info)
         self.wire.send(worker.process, "hello", lambda: self._other.on_hello(hello))
         self._watch()
@@ -73,7 +73,7 @@ class WorkerEnd:
 
     def send(self, message: pb.WorkerMessage) -> None:
         """To the router; one that reads too slowly loses the session."""
-        if self.wire.unread[self._router_process] >= self._max_unsent:
+        if self.wire.unread[self._router_process] >= self._fabric.conditions.max_unsent:
             self._worker.counts["outbox full"] += not self._full
             self._full = True
             self._worker.process.after(0.0, "outbox full", self._end)
@@ -126,11 +126,11 @@ class RouterEnd:
 
     info: WorkerInfo
 
-    def __init__(self, other: WorkerEnd, router: RouterSide, wire: Wire, max_unsent: int) -> None:
+    def __init__(self, other: WorkerEnd, router: RouterSide, wire: Wire, fabric: Fabric) -> None:
         self._other = other
         self._router = router
         self._wire = wire
-        self._max_unsent = max_unsent
+        self._fabric = fabric
         self._joined = False
         self._over = False
 
@@ -158,7 +158,7 @@ class RouterEnd:
             self.leave(str(error))
 
     def send(self, message: pb.RouterMessage) -> None:
-        if self._wire.unread[self._other.process] >= self._max_unsent:
+        if self._wire.unread[self._other.process] >= self._fabric.conditions.max_unsent:
             self.close()
             return
         label = message.WhichOneof("message") or ""
