@@ -16,7 +16,7 @@ from pdserve.types import Role, SamplingParams
 
 _CALM_SHARE = 0.15
 _MIXED_SHARE = 0.25
-_POISON_SHARE = 0.06
+_POISON_SHARE = 0.1
 _FIRST_BUSY_S = 0.5  # by then everybody has joined
 
 

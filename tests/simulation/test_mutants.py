@@ -18,6 +18,7 @@ from pdserve.client.stream import StreamFold
 from prefill_worker.service import Export
 from router.dispatch import _Attempt
 from router.frontend import Output
+from router.suspicion import Suspicion
 
 _SEEDS = 500
 
@@ -110,6 +111,11 @@ def _sharing_untold(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_Attempt, "shares", shares)
 
 
+def _never_convicted(patch: pytest.MonkeyPatch) -> None:
+    """A request may crash as many workers as it has attempts."""
+    patch.setattr(Suspicion, "convicted", property(lambda self: False))
+
+
 def _stop_string_forgotten(patch: pytest.MonkeyPatch) -> None:
     """A router looks for stop strings only in what comes to itself."""
     patch.setattr(Output, "replay", lambda self, token_ids: None)
@@ -128,6 +134,7 @@ def _stop_string_forgotten(patch: pytest.MonkeyPatch) -> None:
         _preemption_untold,
         _standing_forgotten,
         _sharing_untold,
+        _never_convicted,
         _stop_string_forgotten,
     ],
 )
