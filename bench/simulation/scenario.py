@@ -72,7 +72,7 @@ def draw(seed: int) -> Scenario:
     longest = rng.choice((24, 48, 72))
     workers = _coloured(more, _workers(rng, block_tokens, longest, calm))
     routers = tuple(f"router-{i}" for i in range(rng.choice((1, 1, 2))))
-    job_count = 10 if calm else rng.randint(3, 10)
+    job_count = 8 if calm else rng.randint(3, 8)
     engine = EngineConfig(
         block_tokens=block_tokens,
         max_step_tokens=rng.choice((4, 8, 32)),
@@ -165,7 +165,7 @@ def _conditions(rng: random.Random, more: random.Random) -> Conditions:
         damaged=rng.choice((0.0, 0.03)) if bad else 0.0,
         late=rng.choice((0.0, 0.1)) if bad else 0.0,
         late_s=rng.choice((0.02, 0.2, 1.0)),
-        max_unsent=more.choice((10_000, 10_000, 16)),
+        max_unsent=more.choice((10_000, 10)),
     )
 
 
