@@ -122,23 +122,24 @@ def _stop_string_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "mutant",
+    ("mutant", "likely"),
     [
-        _free_on_send,
-        _no_epoch_check,
-        _token_twice,
-        _ticket_never_renewed,
-        _terminal_twice,
-        _fork_without_copy,
-        _border_moves,
-        _preemption_untold,
-        _standing_forgotten,
-        _sharing_untold,
-        _never_convicted,
-        _stop_string_forgotten,
+        (_free_on_send, 0),
+        (_no_epoch_check, 7),
+        (_token_twice, 0),
+        (_ticket_never_renewed, 14),
+        (_terminal_twice, 0),
+        (_fork_without_copy, 8),
+        (_border_moves, 56),
+        (_preemption_untold, 181),
+        (_standing_forgotten, 94),
+        (_sharing_untold, 3),
+        (_never_convicted, 20),
+        (_stop_string_forgotten, 94),
     ],
 )
-def test_a_mutant_is_caught(mutant: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mutant_is_caught(mutant: Patch, likely: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`likely`: the first seed that catches it as scenarios are drawn now; it only saves time."""
     mutant(monkeypatch)
-    caught = next((seed for seed in range(_SEEDS) if simulate(seed).problem is not None), None)
+    caught = next((seed for seed in (likely, *range(_SEEDS)) if simulate(seed).problem is not None), None)
     assert caught is not None, f"{mutant.__name__} survives {_SEEDS} seeds"
