@@ -13,10 +13,9 @@ from bench.simulation.__main__ import main
 
 _SEEDS = 500
 _CHUNK = 25
-# Seeds that found a fault of the product. With workers of two kinds, streams were called exact that were not: of an
-# output that shared a prompt of the other kind (3), of a stream resumed at another router (94), of a delivered prompt
-# that decode computed again (181). They mean this as long as scenario.py draws the same; direct tests stand in
-# tests/router.
+# Seeds that fail where a fix is undone. With workers of two kinds, streams were called exact that were not: of an
+# output that shared a prompt of the other kind (3), of a stream resumed at another router (94), of a delivered prompt that
+# decode computed again (181). They mean this as long as scenario.py draws the same; direct tests stand in tests/router.
 _REGRESSIONS = (3, 94, 181)
 
 
@@ -90,5 +89,5 @@ def test_a_failure_names_its_seed_and_the_command_that_replays_it(
 
 
 @pytest.mark.parametrize("seed", _REGRESSIONS)
-def test_seeds_that_found_a_fault_stay_right(seed: int) -> None:
+def test_seeds_that_fail_without_a_fix_stay_right(seed: int) -> None:
     assert simulate(seed).problem is None
