@@ -14,8 +14,8 @@ from bench.simulation.__main__ import main
 _SEEDS = 500
 _CHUNK = 25
 # Seeds that fail where a fix is undone. With workers of two kinds, streams were called exact that were not: of an
-# output that shares a prompt of the other kind (3), of a stream resumed at another router (94), of a prompt delivered and
-# then computed again (181). They mean this as long as scenario.py draws the same; direct tests: tests/router.
+# output that shares a prompt of the other kind (3), of a stream resumed at another router (94), of a delivered prompt
+# that is computed again (181). They mean this as long as scenario.py draws the same; direct tests: tests/router.
 _REGRESSIONS = (3, 94, 181)
 
 
