@@ -129,6 +129,9 @@ class Export:
         self._release.finish()
         self._link.commit(self._ticket.transfer_id, tokens)
 
+    def on_preempted(self, sequence: Sequence) -> None:
+        raise AssertionError("a sequence that exports its KV is pinned")
+
     def on_abort(self, sequence: Sequence, error: PdserveError) -> None:
         self._link.abort_sender(self._ticket.transfer_id, error)
 

@@ -79,6 +79,10 @@ class SimulatedEngine:
     def sequence_kv(self, sequence: Sequence) -> WatchedStore:
         return self._leases[sequence.owner]
 
+    def expect(self, owner: Owner) -> None: ...  # nothing shares anything here
+
+    def forget(self, owner: Owner) -> None: ...
+
     def submit(self, sequence: Sequence) -> None:
         self._soon(lambda: self._submit(sequence))
 
