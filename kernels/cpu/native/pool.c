@@ -36,6 +36,7 @@ struct helper {
     struct pdk_pool *pool;
     pthread_t thread;
     int64_t index;
+    int core; /* that it is pinned to */
 };
 
 struct scratch {
@@ -57,6 +58,7 @@ struct pdk_pool {
     region_function *body;
     void *argument;
     uint64_t phase; /* of the last one, between regions */
+    int caller_core; /* where the caller last was; -1: nobody is pinned */
     bool stopping;
     struct pieces *pieces; /* [threads] */
     struct scratch *scratch;
@@ -237,6 +239,45 @@ void pool_solo(struct pool_member *self, piece_function *body, void *argument)
     }
 }
 
+static void pin(struct helper *helper, int core)
+{
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    CPU_SET(core, &one);
+    helper->core = core;
+    pthread_setaffinity_np(helper->thread, sizeof one, &one);
+}
+
+/* The caller's thread is not ours to pin: the helper whose core it has come to changes to the one that it has left. */
+static void leave_core_to_caller(struct pdk_pool *pool)
+{
+    const int here = sched_getcpu();
+    if (pool->caller_core < 0 || here == pool->caller_core)
+        return;
+    for (int64_t index = 1; index < pool->threads; index++)
+        if (pool->helpers[index - 1].core == here)
+            pin(&pool->helpers[index - 1], pool->caller_core);
+    pool->caller_core = here;
+}
+
+/* Pin helpers to the cores of their indices in the mask, while there are cores enough. */
+static void pin_helpers(struct pdk_pool *pool)
+{
+    cpu_set_t allowed;
+    int64_t index = 0;
+    pool->caller_core = -1;
+    if (sched_getaffinity(0, sizeof allowed, &allowed) != 0 || pool->threads > CPU_COUNT(&allowed))
+        return;
+    for (int core = 0; core < CPU_SETSIZE && index < pool->threads; core++)
+        if (CPU_ISSET(core, &allowed)) {
+            if (index == 0)
+                pool->caller_core = core;
+            else
+                pin(&pool->helpers[index - 1], core);
+            index++;
+        }
+}
+
 /* Come into the region that is open, if any. */
 static bool enter(struct pdk_pool *pool)
 {
@@ -274,6 +315,7 @@ void pool_run(struct pdk_pool *pool, region_function *body, void *argument)
     }
     pool->body = body;
     pool->argument = argument;
+    leave_core_to_caller(pool);
     atomic_fetch_or(&pool->entered, OPEN);
     signal_raise(&pool->start);
     body(argument, &self);
@@ -297,24 +339,8 @@ void *pool_scratch(struct pdk_pool *pool, int64_t thread, int64_t bytes)
     return scratch->memory;
 }
 
-/* Pin the helper to the core of its index in the mask. The caller's thread is left alone: it is not ours. */
-static void pin(const struct helper *helper, const cpu_set_t *allowed)
-{
-    int64_t index = 0;
-    for (int core = 0; core < CPU_SETSIZE; core++)
-        if (CPU_ISSET(core, allowed) && index++ == helper->index) {
-            cpu_set_t one;
-            CPU_ZERO(&one);
-            CPU_SET(core, &one);
-            pthread_setaffinity_np(helper->thread, sizeof one, &one);
-        }
-}
-
 static bool start_helpers(struct pdk_pool *pool)
 {
-    cpu_set_t allowed;
-    const bool known = sched_getaffinity(0, sizeof allowed, &allowed) == 0;
-    const bool pins = known && pool->threads <= CPU_COUNT(&allowed);
     for (int64_t index = 1; index < pool->threads; index++) {
         struct helper *helper = &pool->helpers[index - 1];
         *helper = (struct helper){.pool = pool, .index = index};
@@ -322,9 +348,8 @@ static bool start_helpers(struct pdk_pool *pool)
             pool->threads = index;
             return false;
         }
-        if (pins)
-            pin(helper, &allowed);
     }
+    pin_helpers(pool);
     return true;
 }
 

@@ -1,4 +1,5 @@
-/* A worker's threads. The caller is thread 0; helpers are pinned one to a core while there are cores enough.
+/* A worker's threads. The caller is thread 0; helpers are pinned one to a core, none to the caller's, while there are cores
+ * enough.
  *
  * A region runs one function on the caller and on whatever helpers come while it runs. All of them go through the same
  * phases, and a phase is cut into pieces that are taken one by one: a thread's own first, then those that the others
