@@ -18,7 +18,7 @@ import ray
 from deploy.drills.defects import break_router, break_worker
 from deploy.spec import RouterSpec, WorkerSpec
 from deploy.termination import on_sigterm
-from pdserve import logs
+from pdserve import crash_report, logs
 from pdserve.errors import ConfigError
 from pdserve.tracing import TraceEvent
 
@@ -35,6 +35,7 @@ class WorkerActor:
         self._error: ConfigError | None = None
         try:
             self._worker = Worker(spec)
+            crash_report.enable(Path(self._worker.info.crash_report), spec.worker_id)
             self._worker.start()
             drain_s = spec.config.router.drain_timeout_ms / 1000
             on_sigterm(lambda: self._worker.drain_and_stop(drain_s))

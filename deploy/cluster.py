@@ -142,17 +142,20 @@ class LocalCluster:
     def _start_ray(self) -> None:
         cluster = self.config.cluster
         places = cluster.routers + cluster.prefill + cluster.decode
-        ray.init(
-            num_cpus=0,
-            num_gpus=0,
-            resources={_PLACES: places},
-            include_dashboard=False,
-            object_store_memory=_RAY_STORE_BYTES,
-            log_to_driver=False,
-            logging_level=logging.CRITICAL,
-            namespace="pdserve",
-            _temp_dir=str(self._runtime.ray),
-        )
+        try:
+            ray.init(
+                num_cpus=0,
+                num_gpus=0,
+                resources={_PLACES: places},
+                include_dashboard=False,
+                object_store_memory=_RAY_STORE_BYTES,
+                log_to_driver=False,
+                logging_level=logging.CRITICAL,
+                namespace="pdserve",
+                _temp_dir=str(self._runtime.ray),
+            )
+        except Exception as error:  # Ray raises plain ones when its processes do not come up in time
+            raise Unavailable(f"Ray did not start: {error}") from error
 
     def _start_actors(self) -> None:
         cluster, options = self.config.cluster, self._options(_PLACES)

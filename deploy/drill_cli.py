@@ -38,6 +38,7 @@ def list_drills(json_output: Annotated[bool, typer.Option("--json", help="Print 
     table = Table("drill", "what it does", box=box.SIMPLE)
     for drill in DRILLS:
         table.add_row(drill.name, drill.about)
+    table.add_row("sim", "The whole cluster in one thread under a virtual clock: `pdserve drill sim --seeds N`")
     _out.print(table)
 
 

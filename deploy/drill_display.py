@@ -113,4 +113,7 @@ def print_outcome(console: Console, outcome: Outcome) -> None:
     figures = [(title, getattr(verdict, name)) for name, title in _FIGURES]
     console.print(", ".join(f"{title} {'-' if value is None else f'{value:g}'}" for title, value in figures))
     hits = ", ".join(f"{phase} {count}" for phase, count in verdict.phase_hits.items())
-    console.print(f"phases hit: {hits or '-'}\n")
+    console.print(f"phases hit: {hits or '-'}")
+    for name, trend in verdict.watched.items():
+        console.print(f"{name}: {trend}")
+    console.print()

@@ -28,7 +28,7 @@ from kvtransfer.ladder import Ladder, LadderLimits
 from kvtransfer.layout import KVLayout
 from kvtransfer.link import Link
 from kvtransfer.transports.assembly import worker_transport
-from pdserve import logs
+from pdserve import crash_report, logs
 from pdserve.clock import SystemClock
 from pdserve.errors import PdserveError
 from pdserve.rpc.worker_session import WorkerSessions
@@ -86,6 +86,7 @@ class Worker:
             model=spec.model_name,
             limits=self._engine.limits,
             eos_token_ids=self._engine.decoder.config.eos_token_ids,
+            crash_report=str(crash_report.path_for(Path(spec.log_path).parent, incarnation)),
         )
         self._draining = False
         self._drain_notes = 0  # routers that know of it

@@ -183,3 +183,4 @@ class WorkerInfo:
     model: str
     limits: ModelLimits
     eos_token_ids: tuple[int, ...] = ()
+    crash_report: str = ""  # the file it writes when it crashes; see pdserve.crash_report

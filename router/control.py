@@ -141,10 +141,11 @@ class Control:
         self._perform(self.dispatch.on_worker_joined(now))
         self._observer.members_changed()
 
-    def worker_left(self, session: Session, reason: str) -> None:
+    def worker_left(self, session: Session, reason: str, crashed: bool = True) -> None:
+        """`crashed`: perhaps by itself, so that a request may have done it; not if it is known to have been killed."""
         if self._sessions.get(session.info.incarnation) is session:
             self.membership.leave(session.info.incarnation)
-            self._lose(session.info.incarnation, reason)
+            self._lose(session.info.incarnation, reason, crashed)
 
     def renewed(self, worker: str, load: Load) -> None:
         now = self._clock.now()

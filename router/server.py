@@ -40,7 +40,8 @@ _SERVER_OPTIONS = (
     ("grpc.so_reuseport", 1),  # whoever starts the router may hold its ports for it
     ("grpc.keepalive_time_ms", 30_000),  # a peer whose machine has vanished sends no goodbye
     ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),  # clients and workers ask for signs of life too
+    ("grpc.http2.ping_timeout_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),  # clients and workers ask for signs of life too
 )
 
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import grpc
 
-from pdserve import logs
+from pdserve import crash_report, logs
 from pdserve.errors import FailedPrecondition, PdserveError, ProtocolError
 from pdserve.rpc import cluster_pb2 as pb
 from pdserve.rpc import convert
@@ -31,7 +31,7 @@ class SessionEvents(Protocol):
 
     def worker_joined(self, session: Session) -> None: ...
 
-    def worker_left(self, session: Session, reason: str) -> None: ...
+    def worker_left(self, session: Session, reason: str, crashed: bool) -> None: ...
 
     def renewed(self, worker: str, load: Load) -> None: ...
 
@@ -104,11 +104,11 @@ class Sessions(ClusterServicer):
             asyncio.create_task(session.renew(self._renew_interval_s)),
         ]
         self._events.worker_joined(session)
-        reason = "the worker ended its session"
+        reason, broke = "the worker ended its session", False
         try:
             await reader
         except asyncio.CancelledError:
-            reason = "its session broke"
+            reason, broke = "its session broke", True
             if _being_cancelled():
                 raise
             await context.abort(grpc.StatusCode.CANCELLED, "the router has ended the worker's Session stream")
@@ -118,7 +118,8 @@ class Sessions(ClusterServicer):
         finally:
             for task in (reader, *helpers):
                 task.cancel()
-            self._events.worker_left(session, reason)
+            report = crash_report.read(info) if broke else ""
+            self._events.worker_left(session, f"{reason}: {report}" if report else reason, crashed=report != "")
 
     async def _read(self, worker: str, messages: AsyncIterator[pb.WorkerMessage]) -> None:
         async for message in messages:

@@ -4,7 +4,8 @@
        ▲                          │                     │
        └──────PROGRESS tokens─────┴─────────────────────┘
 
-Every request on a worker that is lost is suspected a little; one that goes on for a while afterwards was not the cause.
+Every request on a worker that crashes is suspected a little; one that goes on for a while afterwards was not the cause.
+A worker that was killed from outside, or fell silent, makes nobody suspicious.
 An isolated one gets one worker, which computes it alone from the prompt on, and others stay away from that worker; a
 second one waits for a worker of its own.
 """

@@ -79,6 +79,10 @@ class Injector:
         """SIGKILL."""
         return self._signal(process, signal.SIGKILL, "kill", phase)
 
+    def crash(self, process: Process, phase: str) -> Injected:
+        """SIGSEGV: as if the process had done it itself."""
+        return self._signal(process, signal.SIGSEGV, "crash", phase)
+
     def freeze(self, process: Process, phase: str) -> Injected:
         """SIGSTOP, until `thaw`."""
         self._frozen.append(process)

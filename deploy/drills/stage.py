@@ -82,6 +82,7 @@ class Stage:
         self.rounds: list[Round] = []
         self.recordings: list[Recording] = []
         self.problems: list[str] = []
+        self.watched: dict[str, str] = {}
         self.begin_s = time.monotonic()
         self._references = references
         self._leaked = 0
@@ -124,6 +125,7 @@ class Stage:
             marks=tuple(injected.mark() for injected in self.injected),
             leaked_blocks=self._leaked,
             problems=tuple(self.problems),
+            watched=self.watched,
         )
 
     def failed_over(self, recording: Recording, moved: frozenset[str] | None = None) -> bool:

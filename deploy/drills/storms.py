@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Container
 from dataclasses import replace
 
 from deploy.drills.arena import wait_for
 from deploy.drills.faults import Injected, process_of
-from deploy.drills.footprint import Footprint, growth
+from deploy.drills.footprint import SETTLE_S, Footprint, trends
 from deploy.drills.load import Ask, background, cancelled, probe
 from deploy.drills.phases import PHASE_TIMEOUT_S
 from deploy.drills.stage import Round, Stage
@@ -70,7 +71,8 @@ def restart_storm(stage: Stage) -> None:
 
 
 def mixed(stage: Stage) -> None:
-    """Any fault every few seconds, for as long as one likes. What a process takes must not grow meanwhile."""
+    """Any fault every few seconds, for as long as one likes. The first router and the first worker of each role are
+    frozen like the others but never killed: what they take must not grow meanwhile."""
     footprints: list[Footprint] = []
     rng = random.Random(f"mixed/{stage.settings.seed}")
     left_s = stage.settings.duration_s
@@ -88,7 +90,23 @@ def mixed(stage: Stage) -> None:
         stage.play(UNDER_LOAD, _stream_of_requests(stage), disturb, at_once=stage.settings.streams)
         footprints += stage.arena.footprints()
         left_s -= max(_MIXED_ROUND_S, time.monotonic() - begin_s)
-    stage.problems += growth(footprints)
+    _judge_growth(stage, footprints)
+
+
+def _judge_growth(stage: Stage, footprints: list[Footprint]) -> None:
+    found = {trend.first.name: trend for trend in trends(footprints)}
+    stage.problems += [problem for trend in found.values() for problem in trend.growth()]
+    stage.watched = {name: str(trend) for name, trend in found.items()}
+    if stage.settings.duration_s >= SETTLE_S + 3 * _MIXED_ROUND_S:
+        missing = sorted(_witnesses(stage) - set(found))
+        stage.problems += [f"{name} did not live long enough to tell whether it grows" for name in missing]
+
+
+def _witnesses(stage: Stage) -> set[str]:
+    """The names of the processes that `mixed` lets live."""
+    workers = sorted((worker.role, worker.worker_id) for worker in stage.arena.workers())
+    first = {role: worker_id for role, worker_id in reversed(workers)}
+    return {"router-0", *first.values()}
 
 
 def poison(stage: Stage) -> None:
@@ -106,7 +124,7 @@ def poison(stage: Stage) -> None:
             victim = _wait_attempt(stage, recording.request_id, number)
             if victim is None:
                 return
-            injected: Injected = round_.injector.kill(process_of(victim), phase)
+            injected: Injected = round_.injector.crash(process_of(victim), phase)
             injected.hit = wait_for(lambda injected=injected: injected.detected_s is not None, PHASE_TIMEOUT_S)
         wait_for(lambda: recording.ended_s is not None, PHASE_TIMEOUT_S)
         round_.run.release(repeated)
@@ -127,15 +145,18 @@ def _stream_of_requests(stage: Stage) -> list[Ask]:
     ]
 
 
-def _victim(stage: Stage, rng: random.Random) -> WorkerStatus | None:
-    """Any worker, as long as another one lives. Waits for that."""
+def _victim(stage: Stage, rng: random.Random, spared: Container[str] = ()) -> WorkerStatus | None:
+    """Any worker that is not spared, as long as another one lives. Waits for that."""
     alive: list[WorkerStatus] = []
 
     def look() -> bool:
         alive[:] = [worker for worker in stage.arena.workers() if worker.state == "ready"]
         return len(alive) > 1
 
-    return rng.choice(alive) if wait_for(look, stage.settings.recover_timeout_s) else None
+    if not wait_for(look, stage.settings.recover_timeout_s):
+        return None
+    victims = [worker for worker in alive if worker.worker_id not in spared]
+    return rng.choice(victims) if victims else None
 
 
 def _random_fault(stage: Stage, round_: Round, rng: random.Random) -> None:
@@ -143,10 +164,11 @@ def _random_fault(stage: Stage, round_: Round, rng: random.Random) -> None:
     kind = rng.choice(["kill", "kill", "freeze", "terminate", "kill router"])
     injector.thaw()
     if kind == "kill router":
-        if all(info is not None for info in stage.arena.infos()):
-            injector.kill(stage.arena.router_process(rng.randrange(len(stage.arena.addresses))), UNDER_LOAD).hit = True
+        others = range(1, len(stage.arena.addresses))
+        if others and all(info is not None for info in stage.arena.infos()):
+            injector.kill(stage.arena.router_process(rng.choice(others)), UNDER_LOAD).hit = True
         return
-    victim = _victim(stage, rng)
+    victim = _victim(stage, rng, spared=() if kind == "freeze" else _witnesses(stage))
     if victim is None:
         return
     process = process_of(victim)

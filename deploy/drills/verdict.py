@@ -76,12 +76,14 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """All that a drill leaves. `problems`: what the drill itself found wrong, in words."""
+    """All that a drill leaves. `problems`: what the drill itself found wrong, in words. `watched`: what became of the
+    memory, threads and files of processes that lived through it, by name."""
 
     exchanges: tuple[Exchange, ...] = ()
     marks: tuple[Mark, ...] = ()
     leaked_blocks: int = 0
     problems: tuple[str, ...] = ()
+    watched: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,7 @@ class Verdict:
     stall_p50_ms: float | None = None
     stall_p99_ms: float | None = None
     recovery_ms: float | None = None  # the longest
+    watched: dict[str, str] = field(default_factory=dict)  # process -> its footprint, from and to
     seed: int = 0
     seconds: float = 0.0
 
@@ -151,6 +154,7 @@ def judge(drill: str, evidence: Evidence, rules: Rules, seed: int = 0, seconds: 
         stall_p50_ms=_percentile_ms(stalls, 0.50),
         stall_p99_ms=_percentile_ms(stalls, 0.99),
         recovery_ms=_longest_ms(mark.recovered_s for mark in evidence.marks),
+        watched=evidence.watched,
         seed=seed,
         seconds=round(seconds, 1),
     )

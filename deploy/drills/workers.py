@@ -107,7 +107,10 @@ def freeze_a_while(stage: Stage, round_: Round, worker: WorkerStatus, phase: str
 
 
 def aimed(stage: Stage, aim: Aim, strike: Strike) -> None:
-    """Rounds in which the strike is aimed at a phase of the probe, until one has hit it."""
+    """Rounds in which the strike is aimed at a phase of the probe, until one has hit it; none without traces to aim
+    by."""
+    if not stage.arena.has_traces:
+        return
     for number in range(1, _TRIES + 1):
         shot = _Shot(stage, aim, strike, number)
         stage.play(aim.phase, shot.asks, shot.disturb)

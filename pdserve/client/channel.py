@@ -22,8 +22,11 @@ MAX_MESSAGE_BYTES: Final = 32 * 1024 * 1024  # received; what is sent, the route
 
 CHANNEL_OPTIONS: Final = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 10_000),  # a router whose machine has vanished sends no goodbye
-    ("grpc.keepalive_timeout_ms", 5_000),
+    # A router that is frozen, or whose machine has vanished, sends no goodbye: it is asked for a sign of life.
+    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.http2.ping_timeout_ms", 3_000),  # gRPC's core waits for this one, a minute by default
+    ("grpc.http2.max_pings_without_data", 0),  # no limit: who only listens sends no data
     # A router is reached directly; a proxy meant for the web would swallow even calls to this host.
     ("grpc.enable_http_proxy", 0),
 )

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdserve.rpc import inference_pb2 as pdserve_dot_rpc_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pdserve/rpc/cluster.proto\x12\x12pdserve.cluster.v1\x1a\x1bpdserve/rpc/inference.proto\"\xb9\x02\n\rWorkerMessage\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.pdserve.cluster.v1.HelloH\x00\x12(\n\x04load\x18\x02 \x01(\x0b\x32\x18.pdserve.cluster.v1.LoadH\x00\x12,\n\x06ticket\x18\x03 \x01(\x0b\x32\x1a.pdserve.cluster.v1.TicketH\x00\x12,\n\x06tokens\x18\x04 \x01(\x0b\x32\x1a.pdserve.cluster.v1.TokensH\x00\x12\x30\n\x08terminal\x18\x05 \x01(\x0b\x32\x1c.pdserve.cluster.v1.TerminalH\x00\x12\x39\n\rlocal_prefill\x18\x06 \x01(\x0b\x32 .pdserve.cluster.v1.LocalPrefillH\x00\x42\t\n\x07message\"\xef\x03\n\rRouterMessage\x12.\n\x07welcome\x18\x01 \x01(\x0b\x32\x1b.pdserve.cluster.v1.WelcomeH\x00\x12\x37\n\x0cstart_decode\x18\x02 \x01(\x0b\x32\x1f.pdserve.cluster.v1.StartDecodeH\x00\x12\x39\n\rstart_prefill\x18\x03 \x01(\x0b\x32 .pdserve.cluster.v1.StartPrefillH\x00\x12*\n\x05\x61\x62ort\x18\x04 \x01(\x0b\x32\x19.pdserve.cluster.v1.AbortH\x00\x12*\n\x05renew\x18\x05 \x01(\x0b\x32\x19.pdserve.cluster.v1.RenewH\x00\x12\x35\n\x0bsender_lost\x18\x06 \x01(\x0b\x32\x1e.pdserve.cluster.v1.SenderLostH\x00\x12=\n\x0fprefill_locally\x18\x07 \x01(\x0b\x32\".pdserve.cluster.v1.PrefillLocallyH\x00\x12*\n\x05\x64rain\x18\x08 \x01(\x0b\x32\x19.pdserve.cluster.v1.DrainH\x00\x12\x35\n\x0b\x64rain_noted\x18\t \x01(\x0b\x32\x1e.pdserve.cluster.v1.DrainNotedH\x00\x42\t\n\x07message\"\\\n\x05Owner\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06router\x18\x03 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\x0e\n\x06output\x18\x05 \x01(\r\"\xf9\x01\n\x05Hello\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0c\n\x04role\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x0c\n\x04host\x18\x06 \x01(\t\x12\x13\n\x0bkv_endpoint\x18\x07 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x08 \x01(\t\x12\r\n\x05model\x18\t \x01(\t\x12\x12\n\nvocab_size\x18\n \x01(\r\x12\x15\n\rmax_model_len\x18\x0b \x01(\r\x12\x13\n\x0bpool_tokens\x18\x0c \x01(\r\x12\x15\n\reos_token_ids\x18\r \x03(\r\"Y\n\x07Welcome\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x0e\n\x06router\x18\x02 \x01(\t\x12\x19\n\x11renew_interval_ms\x18\x03 \x01(\r\x12\x12\n\ntimeout_ms\x18\x04 \x01(\r\"b\n\x04Load\x12\x0e\n\x06queued\x18\x01 \x01(\r\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\'\n\x06\x62locks\x18\x03 \x01(\x0b\x32\x17.pdserve.v1.BlockCounts\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\"\x8c\x01\n\x08Sequence\x12(\n\x05owner\x18\x01 \x01(\x0b\x32\x19.pdserve.cluster.v1.Owner\x12\x12\n\nprompt_ids\x18\x02 \x03(\r\x12\x12\n\noutput_ids\x18\x03 \x03(\r\x12.\n\x08sampling\x18\x04 \x01(\x0b\x32\x1c.pdserve.cluster.v1.Sampling\"\xd6\x02\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x15\n\x08logprobs\x18\t \x01(\rH\x00\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\n \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x0b \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x0c \x01(\x01\x12\x12\n\nmin_tokens\x18\r \x01(\r\x12\x31\n\nlogit_bias\x18\x0e \x03(\x0b\x32\x1d.pdserve.cluster.v1.LogitBiasB\x0b\n\t_logprobs\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x01\"~\n\x0bStartDecode\x12.\n\x08sequence\x18\x01 \x01(\x0b\x32\x1c.pdserve.cluster.v1.Sequence\x12\x15\n\rlocal_prefill\x18\x02 \x01(\x08\x12(\n\x05share\x18\x03 \x01(\x0b\x32\x19.pdserve.cluster.v1.Owner\"j\n\x0cStartPrefill\x12.\n\x08sequence\x18\x01 \x01(\x0b\x32\x1c.pdserve.cluster.v1.Sequence\x12*\n\x06ticket\x18\x02 \x01(\x0b\x32\x1a.pdserve.cluster.v1.Ticket\"1\n\x05\x41\x62ort\x12(\n\x05owner\x18\x01 \x01(\x0b\x32\x19.pdserve.cluster.v1.Owner\"\x07\n\x05Renew\"\x17\n\x05\x44rain\x12\x0e\n\x06\x63\x61ncel\x18\x01 \x01(\x08\"\x0c\n\nDrainNoted\"p\n\nSenderLost\x12(\n\x05owner\x18\x01 \x01(\x0b\x32\x19.pdserve.cluster.v1.Owner\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x12\n\nerror_code\x18\x03 \x01(\t\x12\x15\n\rerror_message\x18\x04 \x01(\t\":\n\x0ePrefillLocally\x12(\n\x05owner\x18\x01 \x01(\x0b\x32\x19.pdserve.cluster.v1.Owner\"H\n\x0cLocalPrefill\x12(\n\x05owner\x18\x01 \x01(\x0b\x32\x19.pdserve.cluster.v1.Owner\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x8f\x01\n\x06Ticket\x12(\n\x05owner\x18\x01 \x01(\x0b\x32\x19.pdserve.cluster.v1.Owner\x12\x13\n\x0btransfer_id\x18\x02 \x01(\x0c\x12\r\n\x05\x65poch\x18\x03 \x01(\r\x12\x10\n\x08\x65ndpoint\x18\x04 \x01(\t\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\x0e\n\x06ttl_ms\x18\x06 \x01(\r\"8\n\x06Tokens\x12.\n\x05\x62\x61tch\x18\x01 \x03(\x0b\x32\x1f.pdserve.cluster.v1.OwnerTokens\"z\n\x0bOwnerTokens\x12(\n\x05owner\x18\x01 \x01(\x0b\x32\x19.pdserve.cluster.v1.Owner\x12\x16\n\x0e\x66irst_position\x18\x02 \x01(\r\x12)\n\x06tokens\x18\x03 \x03(\x0b\x32\x19.pdserve.cluster.v1.Token\"`\n\x05Token\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12#\n\x03top\x18\x03 \x03(\x0b\x32\x16.pdserve.v1.TopLogprobB\n\n\x08_logprob\"\xa4\x01\n\x08Terminal\x12(\n\x05owner\x18\x01 \x01(\x0b\x32\x19.pdserve.cluster.v1.Owner\x12\x15\n\rfinish_reason\x18\x02 \x01(\t\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nerror_code\x18\x04 \x01(\t\x12\x15\n\rerror_message\x18\x05 \x01(\tB\x10\n\x0e_stop_token_id2^\n\x07\x43luster\x12S\n\x07Session\x12!.pdserve.cluster.v1.WorkerMessage\x1a!.pdserve.cluster.v1.RouterMessage(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pdserve/rpc/cluster.proto\x12\x12pdserve.cluster.v1\x1a\x1bpdserve/rpc/inference.proto\"\xb9\x02\n\rWorkerMessage\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.pdserve.cluster.v1.HelloH\x00\x12(\n\x04load\x18\x02 \x01(\x0b\x32\x18.pdserve.cluster.v1.LoadH\x00\x12,\n\x06ticket\x18\x03 \x01(\x0b\x32\x1a.pdserve.cluster.v1.TicketH\x00\x12,\n\x06tokens\x18\x04 \x01(\x0b\x32\x1a.pdserve.cluster.v1.TokensH\x00\x12\x30\n\x08terminal\x18\x05 \x01(\x0b\x32\x1c.pdserve.cluster.v1.TerminalH\x00\x12\x39\n\rlocal_prefill\x18\x06 \x01(\x0b\x32 .pdserve.cluster.v1.LocalPrefillH\x00\x42\t\n\x07message\"\xef\x03\n\rRouterMessage\x12.\n\x07welcome\x18\x01 \x01(\x0b\x32\x1b.pdserve.cluster.v1.WelcomeH\x00\x12\x37\n\x0cstart_decode\x18\x02 \x01(\x0b\x32\x1f.pdserve.cluster.v1.StartDecodeH\x00\x12\x39\n\rstart_prefill\x18\x03 \x01(\x0b\x32 .pdserve.cluster.v1.StartPrefillH\x00\x12*\n\x05\x61\x62ort\x18\x04 \x01(\x0b\x32\x19.pdserve.cluster.v1.AbortH\x00\x12*\n\x05renew\x18\x05 \x01(\x0b\x32\x19.pdserve.cluster.v1.RenewH\x00\x12\x35\n\x0bsender_lost\x18\x06 \x01(\x0b\x32\x1e.pdserve.cluster.v1.SenderLostH\x00\x12=\n\x0fprefill_locally\x18\x07 \x01(\x0b\x32\".pdserve.cluster.v1.PrefillLocallyH\x00\x12*\n\x05\x64rain\x18\x08 \x01(\x0b\x32\x19.pdserve.cluster.v1.DrainH\x00\x12\x35\n\x0b\x64rain_noted\x18\t \x01(\x0b\x32\x1e.pdserve.cluster.v1.DrainNotedH\x00\x42\t\n\x07message\"\\\n\x05Owner\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06router\x18\x03 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\x0e\n\x06output\x18\x05 \x01(\r\"\x8f\x02\n\x05Hello\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0c\n\x04role\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x0c\n\x04host\x18\x06 \x01(\t\x12\x13\n\x0bkv_endpoint\x18\x07 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x08 \x01(\t\x12\r\n\x05model\x18\t \x01(\t\x12\x12\n\nvocab_size\x18\n \x01(\r\x12\x15\n\rmax_model_len\x18\x0b \x01(\r\x12\x13\n\x0bpool_tokens\x18\x0c \x01(\r\x12\x15\n\reos_token_ids\x18\r \x03(\r\x12\x14\n\x0c\x63rash_report\x18\x0e \x01(\t\"Y\n\x07Welcome\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x0e\n\x06router\x18\x02 \x01(\t\x12\x19\n\x11renew_interval_ms\x18\x03 \x01(\r\x12\x12\n\ntimeout_ms\x18\x04 \x01(\r\"b\n\x04Load\x12\x0e\n\x06queued\x18\x01 \x01(\r\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\'\n\x06\x62locks\x18\x03 \x01(\x0b\x32\x17.pdserve.v1.BlockCounts\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\"\x8c\x01\n\x08Sequence\x12(\n\x05owner\x18\x01 \x01(\x0b\x32\x19.pdserve.cluster.v1.Owner\x12\x12\n\nprompt_ids\x18\x02 \x03(\r\x12\x12\n\noutput_ids\x18\x03 \x03(\r\x12.\n\x08sampling\x18\x04 \x01(\x0b\x32\x1c.pdserve.cluster.v1.Sampling\"\xd6\x02\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x15\n\x08logprobs\x18\t \x01(\rH\x00\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\n \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x0b \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x0c \x01(\x01\x12\x12\n\nmin_tokens\x18\r \x01(\r\x12\x31\n\nlogit_bias\x18\x0e \x03(\x0b\x32\x1d.pdserve.cluster.v1.LogitBiasB\x0b\n\t_logprobs\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x01\"~\n\x0bStartDecode\x12.\n\x08sequence\x18\x01 \x01(\x0b\x32\x1c.pdserve.cluster.v1.Sequence\x12\x15\n\rlocal_prefill\x18\x02 \x01(\x08\x12(\n\x05share\x18\x03 \x01(\x0b\x32\x19.pdserve.cluster.v1.Owner\"j\n\x0cStartPrefill\x12.\n\x08sequence\x18\x01 \x01(\x0b\x32\x1c.pdserve.cluster.v1.Sequence\x12*\n\x06ticket\x18\x02 \x01(\x0b\x32\x1a.pdserve.cluster.v1.Ticket\"1\n\x05\x41\x62ort\x12(\n\x05owner\x18\x01 \x01(\x0b\x32\x19.pdserve.cluster.v1.Owner\"\x07\n\x05Renew\"\x17\n\x05\x44rain\x12\x0e\n\x06\x63\x61ncel\x18\x01 \x01(\x08\"\x0c\n\nDrainNoted\"p\n\nSenderLost\x12(\n\x05owner\x18\x01 \x01(\x0b\x32\x19.pdserve.cluster.v1.Owner\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x12\n\nerror_code\x18\x03 \x01(\t\x12\x15\n\rerror_message\x18\x04 \x01(\t\":\n\x0ePrefillLocally\x12(\n\x05owner\x18\x01 \x01(\x0b\x32\x19.pdserve.cluster.v1.Owner\"H\n\x0cLocalPrefill\x12(\n\x05owner\x18\x01 \x01(\x0b\x32\x19.pdserve.cluster.v1.Owner\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x8f\x01\n\x06Ticket\x12(\n\x05owner\x18\x01 \x01(\x0b\x32\x19.pdserve.cluster.v1.Owner\x12\x13\n\x0btransfer_id\x18\x02 \x01(\x0c\x12\r\n\x05\x65poch\x18\x03 \x01(\r\x12\x10\n\x08\x65ndpoint\x18\x04 \x01(\t\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\x0e\n\x06ttl_ms\x18\x06 \x01(\r\"8\n\x06Tokens\x12.\n\x05\x62\x61tch\x18\x01 \x03(\x0b\x32\x1f.pdserve.cluster.v1.OwnerTokens\"z\n\x0bOwnerTokens\x12(\n\x05owner\x18\x01 \x01(\x0b\x32\x19.pdserve.cluster.v1.Owner\x12\x16\n\x0e\x66irst_position\x18\x02 \x01(\r\x12)\n\x06tokens\x18\x03 \x03(\x0b\x32\x19.pdserve.cluster.v1.Token\"`\n\x05Token\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12#\n\x03top\x18\x03 \x03(\x0b\x32\x16.pdserve.v1.TopLogprobB\n\n\x08_logprob\"\xa4\x01\n\x08Terminal\x12(\n\x05owner\x18\x01 \x01(\x0b\x32\x19.pdserve.cluster.v1.Owner\x12\x15\n\rfinish_reason\x18\x02 \x01(\t\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nerror_code\x18\x04 \x01(\t\x12\x15\n\rerror_message\x18\x05 \x01(\tB\x10\n\x0e_stop_token_id2^\n\x07\x43luster\x12S\n\x07Session\x12!.pdserve.cluster.v1.WorkerMessage\x1a!.pdserve.cluster.v1.RouterMessage(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,45 +39,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OWNER']._serialized_start=892
   _globals['_OWNER']._serialized_end=984
   _globals['_HELLO']._serialized_start=987
-  _globals['_HELLO']._serialized_end=1236
-  _globals['_WELCOME']._serialized_start=1238
-  _globals['_WELCOME']._serialized_end=1327
-  _globals['_LOAD']._serialized_start=1329
-  _globals['_LOAD']._serialized_end=1427
-  _globals['_SEQUENCE']._serialized_start=1430
-  _globals['_SEQUENCE']._serialized_end=1570
-  _globals['_SAMPLING']._serialized_start=1573
-  _globals['_SAMPLING']._serialized_end=1915
-  _globals['_LOGITBIAS']._serialized_start=1917
-  _globals['_LOGITBIAS']._serialized_end=1960
-  _globals['_STARTDECODE']._serialized_start=1962
-  _globals['_STARTDECODE']._serialized_end=2088
-  _globals['_STARTPREFILL']._serialized_start=2090
-  _globals['_STARTPREFILL']._serialized_end=2196
-  _globals['_ABORT']._serialized_start=2198
-  _globals['_ABORT']._serialized_end=2247
-  _globals['_RENEW']._serialized_start=2249
-  _globals['_RENEW']._serialized_end=2256
-  _globals['_DRAIN']._serialized_start=2258
-  _globals['_DRAIN']._serialized_end=2281
-  _globals['_DRAINNOTED']._serialized_start=2283
-  _globals['_DRAINNOTED']._serialized_end=2295
-  _globals['_SENDERLOST']._serialized_start=2297
-  _globals['_SENDERLOST']._serialized_end=2409
-  _globals['_PREFILLLOCALLY']._serialized_start=2411
-  _globals['_PREFILLLOCALLY']._serialized_end=2469
-  _globals['_LOCALPREFILL']._serialized_start=2471
-  _globals['_LOCALPREFILL']._serialized_end=2543
-  _globals['_TICKET']._serialized_start=2546
-  _globals['_TICKET']._serialized_end=2689
-  _globals['_TOKENS']._serialized_start=2691
-  _globals['_TOKENS']._serialized_end=2747
-  _globals['_OWNERTOKENS']._serialized_start=2749
-  _globals['_OWNERTOKENS']._serialized_end=2871
-  _globals['_TOKEN']._serialized_start=2873
-  _globals['_TOKEN']._serialized_end=2969
-  _globals['_TERMINAL']._serialized_start=2972
-  _globals['_TERMINAL']._serialized_end=3136
-  _globals['_CLUSTER']._serialized_start=3138
-  _globals['_CLUSTER']._serialized_end=3232
+  _globals['_HELLO']._serialized_end=1258
+  _globals['_WELCOME']._serialized_start=1260
+  _globals['_WELCOME']._serialized_end=1349
+  _globals['_LOAD']._serialized_start=1351
+  _globals['_LOAD']._serialized_end=1449
+  _globals['_SEQUENCE']._serialized_start=1452
+  _globals['_SEQUENCE']._serialized_end=1592
+  _globals['_SAMPLING']._serialized_start=1595
+  _globals['_SAMPLING']._serialized_end=1937
+  _globals['_LOGITBIAS']._serialized_start=1939
+  _globals['_LOGITBIAS']._serialized_end=1982
+  _globals['_STARTDECODE']._serialized_start=1984
+  _globals['_STARTDECODE']._serialized_end=2110
+  _globals['_STARTPREFILL']._serialized_start=2112
+  _globals['_STARTPREFILL']._serialized_end=2218
+  _globals['_ABORT']._serialized_start=2220
+  _globals['_ABORT']._serialized_end=2269
+  _globals['_RENEW']._serialized_start=2271
+  _globals['_RENEW']._serialized_end=2278
+  _globals['_DRAIN']._serialized_start=2280
+  _globals['_DRAIN']._serialized_end=2303
+  _globals['_DRAINNOTED']._serialized_start=2305
+  _globals['_DRAINNOTED']._serialized_end=2317
+  _globals['_SENDERLOST']._serialized_start=2319
+  _globals['_SENDERLOST']._serialized_end=2431
+  _globals['_PREFILLLOCALLY']._serialized_start=2433
+  _globals['_PREFILLLOCALLY']._serialized_end=2491
+  _globals['_LOCALPREFILL']._serialized_start=2493
+  _globals['_LOCALPREFILL']._serialized_end=2565
+  _globals['_TICKET']._serialized_start=2568
+  _globals['_TICKET']._serialized_end=2711
+  _globals['_TOKENS']._serialized_start=2713
+  _globals['_TOKENS']._serialized_end=2769
+  _globals['_OWNERTOKENS']._serialized_start=2771
+  _globals['_OWNERTOKENS']._serialized_end=2893
+  _globals['_TOKEN']._serialized_start=2895
+  _globals['_TOKEN']._serialized_end=2991
+  _globals['_TERMINAL']._serialized_start=2994
+  _globals['_TERMINAL']._serialized_end=3158
+  _globals['_CLUSTER']._serialized_start=3160
+  _globals['_CLUSTER']._serialized_end=3254
 # @@protoc_insertion_point(module_scope)

@@ -60,7 +60,7 @@ class Owner(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., request_id: _Optional[str] = ..., router: _Optional[str] = ..., attempt: _Optional[int] = ..., output: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("version", "worker_id", "incarnation", "role", "pid", "host", "kv_endpoint", "fingerprint", "model", "vocab_size", "max_model_len", "pool_tokens", "eos_token_ids")
+    __slots__ = ("version", "worker_id", "incarnation", "role", "pid", "host", "kv_endpoint", "fingerprint", "model", "vocab_size", "max_model_len", "pool_tokens", "eos_token_ids", "crash_report")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -74,6 +74,7 @@ class Hello(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     POOL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CRASH_REPORT_FIELD_NUMBER: _ClassVar[int]
     version: int
     worker_id: str
     incarnation: str
@@ -87,7 +88,8 @@ class Hello(_message.Message):
     max_model_len: int
     pool_tokens: int
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, version: _Optional[int] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., kv_endpoint: _Optional[str] = ..., fingerprint: _Optional[str] = ..., model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., pool_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    crash_report: str
+    def __init__(self, version: _Optional[int] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., kv_endpoint: _Optional[str] = ..., fingerprint: _Optional[str] = ..., model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., pool_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., crash_report: _Optional[str] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("version", "router", "renew_interval_ms", "timeout_ms")

@@ -39,6 +39,7 @@ def worker_to_hello(info: types.WorkerInfo) -> pb.Hello:
         max_model_len=info.limits.max_model_len,
         pool_tokens=info.limits.pool_tokens,
         eos_token_ids=info.eos_token_ids,
+        crash_report=info.crash_report,
     )
 
 
@@ -61,6 +62,7 @@ def worker_from_hello(message: pb.Hello) -> types.WorkerInfo:
         model=message.model,
         limits=types.ModelLimits(message.vocab_size, message.max_model_len, message.pool_tokens),
         eos_token_ids=tuple(message.eos_token_ids),
+        crash_report=message.crash_report,
     )
 
 

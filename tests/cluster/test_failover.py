@@ -184,6 +184,22 @@ def test_a_killed_routers_stream_goes_on_at_another_one(cluster, options):
         wait_for(first.healthy, "its return")
 
 
+def test_a_frozen_routers_stream_goes_on_at_another_one(cluster):
+    frozen = cluster.info().pid
+    with Client(cluster.grpc_addresses) as client:
+        undisturbed = client.complete(SHORT, **SAMPLED)
+        stream = client.generate(SHORT, **SAMPLED)
+        try:
+            for number, _ in enumerate(stream):
+                if number == 10:
+                    os.kill(frozen, signal.SIGSTOP)
+        finally:
+            os.kill(frozen, signal.SIGCONT)
+    assert same(stream.result, undisturbed)
+    assert stream.result.resumptions == 1
+    assert cluster.info().pid == frozen, "it should go on, not be replaced"
+
+
 def test_a_killed_routers_stream_goes_on_when_it_comes_back_at_its_address(cluster, client):
     undisturbed = client.complete(SHORT, **SAMPLED)
     workers = {each.incarnation for each in cluster.info().workers}

@@ -5,13 +5,17 @@ from dataclasses import replace
 
 import pytest
 
-from deploy.drills.footprint import Footprint, footprint, growth
+from deploy.drills.footprint import Footprint, footprint, trends
 
 START = Footprint(0.0, "decode-0", 7, 500 << 20, 20, 60)
 
 
 def later(at_s, **changes):
     return replace(START, at_s=at_s, **changes)
+
+
+def growth(samples):
+    return [problem for trend in trends(samples) for problem in trend.growth()]
 
 
 def test_what_stays_flat_after_two_minutes_has_not_grown():
@@ -29,6 +33,11 @@ def test_what_stays_flat_after_two_minutes_has_not_grown():
 )
 def test_growth_is_named(change, words):
     assert growth([START, later(130.0), later(600.0, **change)]) == [f"decode-0: {words}"]
+
+
+def test_a_trend_says_from_what_to_what():
+    (trend,) = trends([START, later(130.0), later(600.0, rss_bytes=501 << 20, threads=21, files=59)])
+    assert str(trend) == "500 to 501 MiB, 20 to 21 threads, 60 to 59 files in 470 s"
 
 
 def test_a_process_that_was_replaced_is_not_compared_with_its_successor():
