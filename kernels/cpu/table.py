@@ -103,11 +103,10 @@ class CpuKernels:
 
     def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
         x = _rows(x)
-        y = torch.empty(len(x), packed.struct.out_features)
+        rows, struct = x.shape[0], packed.struct
+        y = torch.empty(rows, struct.out_features)
         self._check(
-            self._library.pdk_linear(
-                self._path, self._pool, ctypes.byref(packed.struct), x.data_ptr(), len(x), y.data_ptr()
-            )
+            self._library.pdk_linear(self._path, self._pool, ctypes.byref(struct), x.data_ptr(), rows, y.data_ptr())
         )
         return y
 
