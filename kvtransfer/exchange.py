@@ -44,9 +44,6 @@ from pdserve.types import SampledToken, Ticket
 
 Transfer = OutgoingTransfer | IncomingTransfer
 
-# A connection stays for so long without a transfer: a carrier's memory costs as much to touch anew as some copies.
-_CONNECTION_IDLE_S = 60.0
-
 
 @dataclass(slots=True)
 class _Connection:
@@ -71,6 +68,7 @@ class Exchange:
         self._transport = transport
         self._config = config
         self._linger_s = config.ticket_ttl_ms / 1000
+        self._idle_s = config.connection_idle_ms / 1000
         self._clock = clock
         self._trace = trace
         self._log = log
@@ -247,7 +245,7 @@ class Exchange:
                 connection.users -= 1
                 connection.idle_since = now
         for peer, connection in list(self._connections.items()):
-            if connection.users == 0 and now >= connection.idle_since + _CONNECTION_IDLE_S:
+            if connection.users == 0 and now >= connection.idle_since + self._idle_s:
                 del self._connections[peer]
                 self._transport.disconnect(peer)
 

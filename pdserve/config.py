@@ -64,6 +64,8 @@ class TransferConfig:
     max_renewals: int = 2  # senders tried after the first one before decode computes the rest itself
     renewal_failures: int = 3  # failures in a row, over all transfers, after which renewing cools down
     renewal_cooldown_ms: int = 10_000
+    # How long a connection without a transfer stays: a carrier's memory costs as much to touch anew as some copies.
+    connection_idle_ms: int = 60_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +166,7 @@ class Config:
             ("transfer.max_renewals", self.transfer.max_renewals, 0),
             ("transfer.renewal_failures", self.transfer.renewal_failures, 1),
             ("transfer.renewal_cooldown_ms", self.transfer.renewal_cooldown_ms, 0),
+            ("transfer.connection_idle_ms", self.transfer.connection_idle_ms, 0),
             ("router.grpc_port", self.router.grpc_port, 0),
             ("router.session_port", self.router.session_port, 0),
             ("router.max_attempts", self.router.max_attempts, 1),

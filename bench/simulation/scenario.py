@@ -152,6 +152,7 @@ def _transfer(rng: random.Random, calm: bool) -> TransferConfig:
         max_renewals=rng.choice((0, 1, 2)),
         renewal_failures=2,
         renewal_cooldown_ms=500,
+        connection_idle_ms=5_000,
         mode=rng.choice(("layerwise", *TRANSFER_MODES)),
     )
 
