@@ -147,9 +147,9 @@ class Export:
 
     # The link's thread.
 
-    def read(self, layer: int, start: int, stop: int) -> memoryview:
+    def read_into(self, layer: int, start: int, stop: int, out: memoryview) -> None:
         assert self._kv is not None, "nothing is ready before the blocks are leased"
-        return self._kv.read(layer, start, stop)
+        self._kv.read_into(layer, start, stop, out)
 
     def _on_transfer_end(self, error: PdserveError | None) -> None:
         if error is not None:

@@ -205,27 +205,31 @@ class SimulatedEngine(Engine):
 
 
 class CheckedKV:
-    """One sequence's KV as a transfer sees it, in the wire's canonical bytes: all K, then all V."""
+    """One sequence's KV as a transfer sees it, in the wire's canonical bytes: all K, then all V.
+
+    What a sender reads must be right. A receiver may store what was damaged on its way, and reads it back to find that
+    out; whether it goes on with it is seen where a step reads it."""
 
     def __init__(self, engine: SimulatedEngine, owner: Owner, blocks: tuple[int, ...], script: Script) -> None:
         self.owner = owner
         self.blocks = blocks
         self._engine = engine
         self._script = script
+        self._receives = False
 
-    def read(self, layer: int, start: int, stop: int) -> memoryview:
+    def read_into(self, layer: int, start: int, stop: int, out: memoryview) -> None:
         self._check_lease("reads", start, stop)
         store = self._engine.store
-        found = np.ascontiguousarray(store.cache[layer, store.slots(self.blocks, start, stop)].T)
-        self._check_tags("reads", found, layer, start, stop)
-        return memoryview(found).cast("B")
+        found = store.cache[layer, store.slots(self.blocks, start, stop)].T
+        if not self._receives:
+            self._check_tags(found, layer, start, stop)
+        np.frombuffer(out, np.uint64).reshape(2, -1)[:] = found
 
     def write(self, layer: int, start: int, stop: int, payload: memoryview) -> None:
+        self._receives = True
         self._check_lease("writes", start, stop)
-        tags = np.frombuffer(payload, np.uint64).reshape(2, -1)
-        self._check_tags("writes", tags, layer, start, stop)
         store = self._engine.store
-        store.cache[layer, store.slots(self.blocks, start, stop)] = tags.T
+        store.cache[layer, store.slots(self.blocks, start, stop)] = np.frombuffer(payload, np.uint64).reshape(2, -1).T
 
     def _check_lease(self, verb: str, start: int, stop: int) -> None:
         size = self._engine.store.shape.block_tokens
@@ -234,6 +238,6 @@ class CheckedKV:
             if block not in leased:
                 raise Violation(f"a transfer {verb} block {block} for {self.owner}, which has no lease of it")
 
-    def _check_tags(self, verb: str, tags: np.ndarray, layer: int, start: int, stop: int) -> None:
+    def _check_tags(self, tags: np.ndarray, layer: int, start: int, stop: int) -> None:
         if not same_tags(tags.T, self._script.tags[layer, start:stop]):
-            raise Violation(f"a transfer {verb} KV of {self.owner} that is not whole: layer {layer}, [{start}, {stop})")
+            raise Violation(f"a transfer reads KV of {self.owner} that is not whole: layer {layer}, [{start}, {stop})")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from bench.simulation.timeline import Process, Timeline
-from kvtransfer.transports.base import Event, Message, Part, Peer
+from kvtransfer.transports.base import Event, Message, Part, Peer, fresh_buffer
 
 _NOTICE_S = (0.001, 0.05, 0.6)
 
@@ -206,6 +206,9 @@ class SimulatedTransport:
 
     def disconnect(self, peer: Peer) -> None:
         pass
+
+    def buffer(self, peer: Peer, byte_count: int) -> memoryview:
+        return fresh_buffer(byte_count)
 
     def send(self, peer: Peer, parts: Sequence[Part]) -> None:
         direction = b"<" if peer[:1] == b">" else b">"

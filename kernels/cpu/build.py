@@ -22,9 +22,10 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent / "native"
 # Definitions of builds for tests: the AVX-512 and AMX paths over plain C, runnable anywhere; one path only, which takes
-# less time; and known faults.
+# less time; threads that stop in the middle of their work; and known faults.
 EMULATED = "PDK_EMULATED"
 PORTABLE_ONLY = "PDK_PORTABLE_ONLY"
+STALLS = "PDK_STALLS"
 MUTANTS = ("PDK_MUTANT_UNMASKED", "PDK_MUTANT_SPLIT_REDUCTION", "PDK_MUTANT_BLOCK_EDGE")
 
 _DIGEST_DIGITS = 16

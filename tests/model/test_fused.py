@@ -15,7 +15,7 @@ from kernels.ops import slots_of
 from model.decoder import Decoder
 from pdserve.errors import InternalError
 from support.checkpoints import Family, TinyShape, write_tiny_checkpoint
-from support.kernels import make_kernels
+from support.kernels import make_kernels, make_stalling
 from support.steps import Part, step
 
 LENGTH = 700  # two whole segments of attention and a part of one
@@ -104,6 +104,24 @@ def test_seven_hundred_decode_steps_give_the_bits_of_one_prefill(
         logits = decoder.forward(step(Part(PROMPT[position : position + 1], position, blocks)), cache)
         assert torch.equal(logits, wanted[position : position + 1]), f"position {position}"
     assert torch.equal(kv(decoder, cache, blocks, LENGTH), kv(decoder, whole, range(22), LENGTH))
+
+
+@pytest.mark.parametrize("name", ["llama, three query heads a group, tied", "llama, odd sizes"])
+def test_a_thread_that_stops_in_its_work_is_overtaken_without_a_trace(tmp_path: Path, name: str) -> None:
+    """Others compute its pieces again and go on; what it makes later of memory that has changed must not show."""
+    kernels = make_stalling()
+    decoder = load(kernels, tmp_path, name, torch.bfloat16)
+    results = []
+    for threads in (1, 3):
+        kernels.set_threads(threads)
+        cache = poisoned_cache(decoder, 22, 32)
+        logits = [decoder.forward(step(Part(PROMPT[:290], 0, range(22))), cache)]
+        for position in range(290, 330, 2):
+            batch = step(Part(PROMPT[position : position + 2], position, range(22)))
+            logits.append(decoder.forward(batch, cache))
+        results.append((torch.cat(logits), kv(decoder, cache, range(22), 330)))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
 
 
 @pytest.mark.parametrize("path", CPU)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kernels import Kernels
-from kernels.cpu.build import EMULATED, PORTABLE_ONLY, BuildError, build
+from kernels.cpu.build import EMULATED, PORTABLE_ONLY, STALLS, BuildError, build
 from kernels.cpu.table import CpuKernels
 from kernels.reference import ReferenceKernels
 from pdserve.errors import ConfigError
@@ -33,6 +33,11 @@ def make_mutant(definition: str) -> Kernels:
     kernels = CpuKernels("portable", _built(PORTABLE_ONLY, definition))
     kernels.set_threads(1)
     return kernels
+
+
+def make_stalling() -> CpuKernels:
+    """The CPU kernels with threads that stop now and then before they hand out what they computed."""
+    return CpuKernels("portable", _built(PORTABLE_ONLY, STALLS))
 
 
 def _cpu_kernels(path: str) -> CpuKernels:

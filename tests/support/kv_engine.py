@@ -31,9 +31,9 @@ class WatchedStore(FakeStore):
         self.there = np.zeros((layout.layer_count, token_count), bool)
         self.early_reads = 0
 
-    def read(self, layer: int, start: int, stop: int) -> memoryview:
+    def read_into(self, layer: int, start: int, stop: int, out: memoryview) -> None:
         self.early_reads += not self.there[layer, start:stop].all()
-        return super().read(layer, start, stop)
+        super().read_into(layer, start, stop, out)
 
     def write(self, layer: int, start: int, stop: int, payload: memoryview) -> None:
         super().write(layer, start, stop, payload)

@@ -3,6 +3,7 @@
 #include "attention_plan.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 enum { TASKS_A_THREAD = 4 }; /* fewer: segments are computed apart */
 
@@ -93,28 +94,95 @@ static struct attention_task task_of(const struct attention_job *job, const stru
     };
 }
 
-void attention_attend(const struct attention_plan *plan, const struct attention_job *job, int64_t layer,
-                      atomic_llong *next, void *scratch)
+static int64_t staged_bytes(const struct products *products, int64_t head_dim, int64_t group)
 {
-    for (int64_t index; (index = atomic_fetch_add(next, 1)) < plan->task_count;) {
+    const int64_t rows = rounded_up(max_of(products->query_rows, group), ROW_PAD);
+    return rows * (ROW_PAD + rounded_up(head_dim, PANEL)) * 4;
+}
+
+int64_t attention_scratch_bytes(const struct products *products, int64_t head_dim, int64_t group)
+{
+    return staged_bytes(products, head_dim, group) + products->attend_scratch(head_dim, group);
+}
+
+struct attention_phase {
+    const struct attention_plan *plan;
+    const struct attention_job *job;
+    int64_t layer;
+};
+
+static void copy_rows(const struct attention_task *from, const struct attention_task *to, int64_t row_bytes,
+                      int64_t to_stride_bytes)
+{
+    for (int64_t token = 0; token < from->token_count; token++)
+        memcpy((char *)to->out + token * to_stride_bytes, (const char *)from->out + token * row_bytes, (size_t)row_bytes);
+}
+
+/* Compute a task into the thread's own memory first: it may turn out that another thread has done so. */
+static void attend_staged(const struct attention_phase *phase, const struct attention_task *task, struct piece *piece,
+                          char *scratch)
+{
+    const struct attention_job *job = phase->job;
+    const int64_t head_dim = job->cache->head_dim, row = task->group * head_dim;
+    const int64_t bytes = job->out_is_operand ? job->products->operand_bytes : 4;
+    struct attention_task staged = *task;
+    if (task->partial) {
+        staged.partial = (float *)scratch;
+    } else {
+        staged.out = scratch;
+        staged.out_stride = row;
+    }
+    job->products->attend(&staged, scratch + staged_bytes(job->products, head_dim, task->group));
+    if (!pool_settle(piece))
+        return;
+    if (task->partial)
+        memcpy(task->partial, staged.partial, (size_t)phase->plan->partial_floats * 4);
+    else
+        copy_rows(&staged, task, row * bytes, job->out_stride * bytes);
+}
+
+/* Every count-th task from the piece's index on: late and early positions are spread over all pieces. */
+static void attend_piece(void *argument, int64_t thread, struct piece *piece)
+{
+    const struct attention_phase *phase = argument;
+    const struct attention_plan *plan = phase->plan;
+    const bool alone = plan->task_count <= piece->count; /* one task a piece at most */
+    char *scratch = phase->job->scratch[thread];
+    for (int64_t index = piece->index; index < plan->task_count; index += piece->count) {
         const struct attention_item *item = &plan->items[plan->split ? plan->item_of_task[index] : index];
-        struct attention_task task = task_of(job, item, layer);
+        struct attention_task task = task_of(phase->job, item, phase->layer);
         if (plan->split) {
             task.first_segment = index - item->first_partial;
             task.segment_end = task.first_segment + 1;
             task.partial = plan->partials + index * plan->partial_floats;
         }
-        job->products->attend(&task, scratch);
+        if (alone)
+            attend_staged(phase, &task, piece, scratch);
+        else if (pool_settle(piece))
+            phase->job->products->attend(&task, scratch);
     }
 }
 
-void attention_merge(const struct attention_plan *plan, const struct attention_job *job, int64_t layer,
-                     atomic_llong *next, void *scratch)
+static void merge_piece(void *argument, int64_t thread, struct piece *piece)
 {
-    for (int64_t index; (index = atomic_fetch_add(next, 1)) < plan->item_count;) {
+    const struct attention_phase *phase = argument;
+    const struct attention_plan *plan = phase->plan;
+    if (!pool_settle(piece))
+        return;
+    for (int64_t index = piece->index; index < plan->item_count; index += piece->count) {
         const struct attention_item *item = &plan->items[index];
-        const struct attention_task task = task_of(job, item, layer);
-        job->products->merge(&task, plan->partials + item->first_partial * plan->partial_floats, plan->partial_floats,
-                             scratch);
+        const struct attention_task task = task_of(phase->job, item, phase->layer);
+        phase->job->products->merge(&task, plan->partials + item->first_partial * plan->partial_floats,
+                                    plan->partial_floats, phase->job->scratch[thread]);
     }
+}
+
+void attention_run(const struct attention_plan *plan, const struct attention_job *job, int64_t layer,
+                   struct pool_member *self)
+{
+    struct attention_phase phase = {plan, job, layer};
+    const int64_t threads = pool_thread_count(self->pool);
+    pool_phase(self, pieces_for(plan->task_count, threads), attend_piece, &phase);
+    if (plan->split)
+        pool_phase(self, pieces_for(plan->item_count, threads), merge_piece, &phase);
 }

@@ -2,10 +2,9 @@
 #ifndef PDK_ATTENTION_PLAN_H
 #define PDK_ATTENTION_PLAN_H
 
-#include <stdatomic.h>
-
 #include "cache.h"
 #include "path.h"
+#include "pool.h"
 
 /* A tile of query rows of one sequence, for one kv head. */
 struct attention_item {
@@ -39,18 +38,18 @@ struct attention_job {
     bool out_is_operand;
     void *out; /* [rows][out_stride] */
     int64_t out_stride;
+    void *const *scratch; /* [threads] */
 };
 
 /* Plan for a batch and a number of threads. False: no memory. Free it in either case. */
 bool attention_plan_make(struct attention_plan *plan, const struct attention_job *job, int64_t threads);
 void attention_plan_free(struct attention_plan *plan);
 
-/* Tasks of the first phase, taken off `next` until there are none; all threads together. */
-void attention_attend(const struct attention_plan *plan, const struct attention_job *job, int64_t layer,
-                      atomic_llong *next, void *scratch);
+/* Bytes of each thread's scratch. */
+int64_t attention_scratch_bytes(const struct products *products, int64_t head_dim, int64_t group);
 
-/* The second phase, after a barrier, only of a plan that is split. */
-void attention_merge(const struct attention_plan *plan, const struct attention_job *job, int64_t layer,
-                     atomic_llong *next, void *scratch);
+/* The phases of a region that do the job for a layer. */
+void attention_run(const struct attention_plan *plan, const struct attention_job *job, int64_t layer,
+                   struct pool_member *self);
 
 #endif

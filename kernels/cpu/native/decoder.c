@@ -1,12 +1,12 @@
 /* A whole decoder pass in one region of the pool. It calls what the table's operations call, in the same order, so its
  * bits are theirs; what it saves is passes over memory, waiting at the interpreter and one entry per operation.
  *
- * A layer, with barriers between the lines:
- *   norm        rows       x -> operand
+ * A layer's phases:
+ *   norm        rows       x -> operand; with few rows no phase: each thread makes the operand for itself
  *   qkv         outputs    operand -> qkv
  *   rotate      rows       qkv -> q in place, K and V into the cache; then the caller's callback
- *   attend      tasks      qkv, cache -> operand
- *   o           outputs    x += operand
+ *   attend      tasks      qkv, cache -> attended (operand)
+ *   o           outputs    x += attended
  *   norm        rows       x -> operand
  *   gate_up     outputs    operand -> gated (operand)
  *   down        outputs    x += gated
@@ -33,17 +33,19 @@ struct pass {
     uint8_t *finite;
     struct attention_plan plan;
     struct attention_job attention;
-    atomic_llong *next_attend; /* a counter a layer */
-    atomic_llong *next_merge;
     int64_t qkv_size;
+    int64_t widest; /* elements of the widest operand that is normed */
     int64_t *positions;  /* [rows] */
     int32_t *sequences;  /* [rows], each row's index into the batch's sequences */
     float *x;            /* [rows][hidden] */
     float *qkv;          /* [rows][qkv_size] */
     float *gate_up;      /* [rows][2 * intermediate], where the gate cannot be taken on the way */
-    char *operand;       /* of norms and attention */
+    char *operand;       /* of norms, where rows are many */
+    char *attended;      /* operand of o */
     char *gated;         /* operand of down */
-    float *normed;       /* [threads][a row of norms] */
+    char *own;           /* [threads][FEW_ROWS + ROW_PAD][widest], each thread's operand of norms */
+    float *normed;       /* [threads][widest], a row between norm and rounding */
+    float *turned;       /* [threads][qkv_size], a row while it is rotated */
     void **scratch;      /* [threads] */
     bool ended;
 };
@@ -68,64 +70,75 @@ static void locate_rows(struct pass *pass)
 static void pass_free(struct pass *pass)
 {
     attention_plan_free(&pass->plan);
-    free(pass->next_attend);
-    free(pass->next_merge);
     free(pass->positions);
     free(pass->sequences);
     free(pass->x);
     free(pass->qkv);
     free(pass->gate_up);
     free(pass->operand);
+    free(pass->attended);
     free(pass->gated);
+    free(pass->own);
     free(pass->normed);
+    free(pass->turned);
     free(pass->scratch);
+}
+
+/* Memory for rows of an operand; what pads them is zero. */
+static char *make_operand(const struct pass *pass, size_t rows, int64_t size)
+{
+    const int64_t bytes = pass->products->operand_bytes, stride = operand_size(size);
+    char *operand = room(rows * (size_t)(stride * bytes));
+    for (size_t row = 0; operand && stride > size && row < rows; row++)
+        memset(operand + ((int64_t)row * stride + size) * bytes, 0, (size_t)((stride - size) * bytes));
+    return operand;
 }
 
 static bool make_buffers(struct pass *pass)
 {
     const struct pdk_decoder *decoder = pass->decoder;
     const size_t rows = (size_t)(max_of(pass->batch->row_count, pass->batch->logit_count) + ROW_PAD);
-    const size_t layers = (size_t)decoder->layer_count, bytes = (size_t)pass->products->operand_bytes;
-    const int64_t attended = decoder->heads * decoder->head_dim;
-    const size_t widest = (size_t)operand_size(max_of(decoder->hidden_size, attended));
-    pass->next_attend = calloc(layers, sizeof *pass->next_attend);
-    pass->next_merge = calloc(layers, sizeof *pass->next_merge);
+    const size_t threads = (size_t)pass->threads, widest = (size_t)pass->widest;
     pass->positions = malloc(rows * sizeof *pass->positions);
     pass->sequences = malloc(rows * sizeof *pass->sequences);
     pass->x = room(rows * (size_t)decoder->hidden_size * 4);
     pass->qkv = room(rows * (size_t)pass->qkv_size * 4);
-    pass->operand = room(rows * widest * bytes);
-    pass->gated = room(rows * (size_t)operand_size(decoder->intermediate_size) * bytes);
+    pass->operand = make_operand(pass, rows, decoder->hidden_size);
+    pass->attended = make_operand(pass, rows, decoder->heads * decoder->head_dim);
+    pass->gated = make_operand(pass, rows, decoder->intermediate_size);
+    pass->own = room(threads * (FEW_ROWS + ROW_PAD) * widest * (size_t)pass->products->operand_bytes);
     pass->gate_up = can_gate(&decoder->layers[0].gate_up) ? NULL : room(rows * (size_t)decoder->intermediate_size * 8);
-    pass->normed = room((size_t)pass->threads * widest * 4);
-    pass->scratch = malloc((size_t)pass->threads * sizeof *pass->scratch);
-    return pass->next_attend && pass->next_merge && pass->positions && pass->sequences && pass->x && pass->qkv &&
-           pass->operand && pass->gated && pass->normed && pass->scratch &&
+    pass->normed = room(threads * widest * 4);
+    pass->turned = room(threads * (size_t)pass->qkv_size * 4);
+    return pass->positions && pass->sequences && pass->x && pass->qkv && pass->operand && pass->attended &&
+           pass->gated && pass->own && pass->normed && pass->turned &&
            (pass->gate_up || can_gate(&decoder->layers[0].gate_up));
 }
 
 static bool make_scratch(struct pass *pass)
 {
     const struct pdk_decoder *decoder = pass->decoder;
-    const int64_t attend = pass->products->attend_scratch(decoder->head_dim, decoder->heads / decoder->kv_heads);
-    const int64_t bytes = max_of(linear_scratch_bytes(), attend);
-    for (int64_t thread = 0; thread < pass->threads; thread++)
+    const struct pdk_layer *layer = &decoder->layers[0];
+    const struct pdk_linear *linears[] = {&layer->qkv, &layer->o, &layer->gate_up, &layer->down, &decoder->head};
+    int64_t bytes = attention_scratch_bytes(pass->products, decoder->head_dim, decoder->heads / decoder->kv_heads);
+    for (size_t i = 0; i < sizeof linears / sizeof *linears; i++)
+        bytes = max_of(bytes, linear_scratch_bytes(linears[i], linears[i] == &decoder->head ? pass->batch->logit_count
+                                                                                          : pass->batch->row_count,
+                                                   pass->threads));
+    pass->scratch = malloc((size_t)pass->threads * sizeof *pass->scratch);
+    for (int64_t thread = 0; pass->scratch && thread < pass->threads; thread++)
         if (!(pass->scratch[thread] = pool_scratch(pass->pool, thread, bytes)))
             return false;
-    return true;
+    return pass->scratch != NULL;
 }
 
-static float *normed_of(struct pass *pass, int64_t thread)
-{
-    const struct pdk_decoder *decoder = pass->decoder;
-    return pass->normed + thread * operand_size(max_of(decoder->hidden_size, decoder->heads * decoder->head_dim));
-}
+static float *normed_of(const struct pass *pass, int64_t thread) { return pass->normed + thread * pass->widest; }
 
-/* Rows [first, end) of the embedding, widened. */
-static void embed(struct pass *pass, int64_t first, int64_t end)
+/* The rows of the embedding, widened. */
+static void embed(struct pass *pass)
 {
     const int64_t size = pass->decoder->hidden_size;
-    for (int64_t row = first; row < end; row++) {
+    for (int64_t row = 0; row < pass->batch->row_count; row++) {
         const int64_t token = pass->batch->token_ids[row];
         float *x = pass->x + row * size;
         if (pass->decoder->dtype == PDK_FLOAT32) {
@@ -140,31 +153,63 @@ static void embed(struct pass *pass, int64_t first, int64_t end)
     }
 }
 
-/* Norm row `from` of x into row `to` of the operand. */
-static void norm_row(struct pass *pass, int64_t from, int64_t to, const float *weight, float *normed)
+/* Norm row `from` of x into row `to` of an operand. */
+static void norm_row(const struct pass *pass, int64_t thread, int64_t from, int64_t to, const float *weight, char *operand)
 {
     const int64_t size = pass->decoder->hidden_size, bytes = operand_size(size) * pass->products->operand_bytes;
+    float *normed = normed_of(pass, thread);
     pass->path->rms_norm(pass->x + from * size, size, weight, (float)pass->decoder->rms_norm_eps, normed);
-    take_operand(pass->products, normed, 1, size, pass->operand + to * bytes);
+    take_operand(pass->products, normed, 1, size, operand + to * bytes);
 }
 
-static void norm_rows(struct pass *pass, int64_t thread, const float *weight)
+/* Rows of x to be normed: the batch's, or those of which it wants logits. */
+struct norm_phase {
+    const struct pass *pass;
+    const float *weight;
+    const int32_t *row_of; /* NULL: all */
+    int64_t rows;
+};
+
+static void norm_some(const struct norm_phase *phase, int64_t thread, int64_t first, int64_t end, char *operand)
 {
-    int64_t first, end;
-    share_of(pass->batch->row_count, thread, pass->threads, &first, &end);
     for (int64_t row = first; row < end; row++)
-        norm_row(pass, row, row, weight, normed_of(pass, thread));
+        norm_row(phase->pass, thread, phase->row_of ? phase->row_of[row] : row, row, phase->weight, operand);
 }
 
-static void linear(struct pass *pass, int64_t thread, const struct pdk_linear *weights, enum linear_end how,
-                   const void *operand, int64_t rows, void *y, int64_t y_stride)
+static void norm_piece(void *argument, int64_t thread, struct piece *piece)
 {
-    const struct linear_job job = {pass->path, weights, how, operand, rows, y, y_stride};
-    linear_share(&job, thread, pass->threads, pass->scratch[thread]);
+    const struct norm_phase *phase = argument;
+    int64_t first, end;
+    share_of(phase->rows, piece->index, piece->count, &first, &end);
+    if (pool_settle(piece))
+        norm_some(phase, thread, first, end, phase->pass->operand);
 }
 
-/* Norm (where the family does) and rotate a head in place. */
-static void turn_head(struct pass *pass, float *head, const float *norm, int64_t position, float *normed)
+/* The normed rows as the operand of the next product: all rows for each thread itself where they are few, which takes less
+ * time than to wait for another's. */
+static const char *norm_rows(const struct pass *pass, struct pool_member *self, const float *weight,
+                             const int32_t *row_of, int64_t rows)
+{
+    struct norm_phase phase = {pass, weight, row_of, rows};
+    if (rows > FEW_ROWS) {
+        pool_phase(self, pieces_for(rows, pass->threads), norm_piece, &phase);
+        return pass->operand;
+    }
+    char *own = pass->own + self->thread * (FEW_ROWS + ROW_PAD) * pass->widest * pass->products->operand_bytes;
+    norm_some(&phase, self->thread, 0, rows, own);
+    return own;
+}
+
+static void linear(const struct pass *pass, struct pool_member *self, const struct pdk_linear *weights,
+                   enum linear_end how, const void *operand, int64_t rows, void *y, int64_t y_stride)
+{
+    const struct linear_job job = {pass->path, weights, how, operand, rows, y, y_stride, pass->scratch};
+    linear_run(&job, self);
+}
+
+/* Norm (where the family does) and rotate a head. */
+static void turn_head(const struct pass *pass, const float *head, const float *norm, int64_t position, float *normed,
+                      float *turned)
 {
     const struct pdk_decoder *decoder = pass->decoder;
     const int64_t size = decoder->head_dim, half = size / 2;
@@ -173,104 +218,106 @@ static void turn_head(struct pass *pass, float *head, const float *norm, int64_t
         pass->path->rms_norm(head, size, norm, (float)decoder->rms_norm_eps, normed);
         from = normed;
     }
-    pass->path->rotary(from, size, decoder->cos + position * half, decoder->sin + position * half, head);
+    pass->path->rotary(from, size, decoder->cos + position * half, decoder->sin + position * half, turned);
 }
 
-static void rotate_and_write(struct pass *pass, int64_t thread, int64_t index)
+struct layer_phase {
+    struct pass *pass;
+    int64_t index; /* the layer's */
+};
+
+static void turn_row(const struct layer_phase *phase, int64_t row, float *normed, float *turned)
 {
+    const struct pass *pass = phase->pass;
     const struct pdk_decoder *decoder = pass->decoder;
-    const struct pdk_layer *layer = &decoder->layers[index];
+    const struct pdk_layer *layer = &decoder->layers[phase->index];
+    const float *from = pass->qkv + row * pass->qkv_size;
+    for (int64_t head = 0; head < decoder->heads + decoder->kv_heads; head++)
+        turn_head(pass, from + head * decoder->head_dim, head < decoder->heads ? layer->q_norm : layer->k_norm,
+                  pass->positions[row], normed, turned + head * decoder->head_dim);
+}
+
+/* Put a turned row where attention looks for it. */
+static void place_row(const struct layer_phase *phase, int64_t row, const float *turned)
+{
+    const struct pass *pass = phase->pass;
+    const int64_t size = pass->decoder->head_dim, q_size = pass->decoder->heads * size;
+    const struct pdk_sequence *sequence = &pass->batch->sequences[pass->sequences[row]];
+    const int64_t slot = slot_of(pass->cache, pass->batch->blocks + sequence->first_block, pass->positions[row]);
+    float *q = pass->qkv + row * pass->qkv_size;
+    const float *v = q + q_size + pass->decoder->kv_heads * size;
+    memcpy(q, turned, (size_t)q_size * 4);
+    for (int64_t head = 0; head < pass->decoder->kv_heads; head++)
+        write_slot(pass->cache, phase->index, slot, head, turned + q_size + head * size, v + head * size);
+}
+
+static void rotate_piece(void *argument, int64_t thread, struct piece *piece)
+{
+    const struct layer_phase *phase = argument;
+    float *turned = phase->pass->turned + thread * phase->pass->qkv_size;
     int64_t first, end;
-    share_of(pass->batch->row_count, thread, pass->threads, &first, &end);
+    share_of(phase->pass->batch->row_count, piece->index, piece->count, &first, &end);
     for (int64_t row = first; row < end; row++) {
-        float *q = pass->qkv + row * pass->qkv_size, *normed = normed_of(pass, thread);
-        float *k = q + decoder->heads * decoder->head_dim, *v = k + decoder->kv_heads * decoder->head_dim;
-        const struct pdk_sequence *sequence = &pass->batch->sequences[pass->sequences[row]];
-        const int64_t slot = slot_of(pass->cache, pass->batch->blocks + sequence->first_block, pass->positions[row]);
-        for (int64_t head = 0; head < decoder->heads; head++)
-            turn_head(pass, q + head * decoder->head_dim, layer->q_norm, pass->positions[row], normed);
-        for (int64_t head = 0; head < decoder->kv_heads; head++) {
-            turn_head(pass, k + head * decoder->head_dim, layer->k_norm, pass->positions[row], normed);
-            write_slot(pass->cache, index, slot, head, k + head * decoder->head_dim, v + head * decoder->head_dim);
-        }
+        turn_row(phase, row, normed_of(phase->pass, thread), turned);
+        if (!pool_settle(piece))
+            return;
+        place_row(phase, row, turned);
     }
 }
 
-/* Zero what pads the thread's share of an operand's rows, where whole rows are not written at once. */
-static void pad_rows(struct pass *pass, int64_t thread, int64_t size, char *operand)
+static void announce(void *argument, int64_t thread, struct piece *piece)
 {
-    const int64_t stride = operand_size(size), bytes = pass->products->operand_bytes;
+    struct layer_phase *phase = argument;
+    (void)thread;
+    pool_settle(piece);
+    phase->pass->path->end(); /* what the callback runs may use the core's state for itself */
+    phase->pass->ended = phase->pass->after_layer(phase->index) != 0;
+    phase->pass->path->begin();
+}
+
+/* Gates of whole rows, where panels do not hold a gate beside its other half. */
+static void gate_piece(void *argument, int64_t thread, struct piece *piece)
+{
+    const struct pass *pass = argument;
+    const int64_t size = pass->decoder->intermediate_size, bytes = operand_size(size) * pass->products->operand_bytes;
     int64_t first, end;
-    share_of(pass->batch->row_count, thread, pass->threads, &first, &end);
-    for (int64_t row = first; row < end && stride > size; row++)
-        memset(operand + (row * stride + size) * bytes, 0, (size_t)((stride - size) * bytes));
-}
-
-static void attend(struct pass *pass, int64_t thread, int64_t index)
-{
-    pad_rows(pass, thread, pass->decoder->heads * pass->decoder->head_dim, pass->operand);
-    attention_attend(&pass->plan, &pass->attention, index, &pass->next_attend[index], pass->scratch[thread]);
-    pool_barrier(pass->pool);
-    if (!pass->plan.split)
-        return;
-    attention_merge(&pass->plan, &pass->attention, index, &pass->next_merge[index], pass->scratch[thread]);
-    pool_barrier(pass->pool);
-}
-
-static void announce(struct pass *pass, int64_t thread, int64_t index)
-{
-    if (!pass->after_layer)
-        return;
-    if (thread == 0) {
-        pass->path->end(); /* what the callback runs may use the core's state for itself */
-        pass->ended = pass->after_layer(index) != 0;
-        pass->path->begin();
-    }
-    pool_barrier(pass->pool);
-}
-
-static void gate_up(struct pass *pass, int64_t thread, const struct pdk_layer *layer)
-{
-    const int64_t rows = pass->batch->row_count, size = pass->decoder->intermediate_size;
-    const int64_t bytes = operand_size(size) * pass->products->operand_bytes;
-    if (!pass->gate_up) {
-        pad_rows(pass, thread, size, pass->gated);
-        linear(pass, thread, &layer->gate_up, GATE, pass->operand, rows, pass->gated, operand_size(size));
-        return;
-    }
-    linear(pass, thread, &layer->gate_up, STORE, pass->operand, rows, pass->gate_up, 2 * size);
-    pool_barrier(pass->pool);
-    int64_t first, end;
-    share_of(rows, thread, pass->threads, &first, &end);
-    for (int64_t row = first; row < end; row++) {
+    (void)thread;
+    share_of(pass->batch->row_count, piece->index, piece->count, &first, &end);
+    for (int64_t row = first; row < end && pool_settle(piece); row++) {
         float *gate = pass->gate_up + row * 2 * size;
         pass->path->silu_mul(gate, gate + size, size, gate);
         take_operand(pass->products, gate, 1, size, pass->gated + row * bytes);
     }
 }
 
-static void run_layer(struct pass *pass, int64_t thread, int64_t index)
+static void gate_up(struct pass *pass, struct pool_member *self, const struct pdk_layer *layer, const char *operand)
+{
+    const int64_t rows = pass->batch->row_count, size = pass->decoder->intermediate_size;
+    if (pass->gate_up) {
+        linear(pass, self, &layer->gate_up, STORE, operand, rows, pass->gate_up, 2 * size);
+        pool_phase(self, pieces_for(rows, pass->threads), gate_piece, pass);
+    } else {
+        linear(pass, self, &layer->gate_up, GATE, operand, rows, pass->gated, operand_size(size));
+    }
+}
+
+static void run_layer(struct pass *pass, struct pool_member *self, int64_t index)
 {
     const struct pdk_layer *layer = &pass->decoder->layers[index];
     const int64_t rows = pass->batch->row_count, hidden = pass->decoder->hidden_size;
-    norm_rows(pass, thread, layer->input_norm);
-    pool_barrier(pass->pool);
-    linear(pass, thread, &layer->qkv, STORE, pass->operand, rows, pass->qkv, pass->qkv_size);
-    pool_barrier(pass->pool);
-    rotate_and_write(pass, thread, index);
-    pool_barrier(pass->pool);
-    announce(pass, thread, index);
+    struct layer_phase phase = {pass, index};
+    const char *operand = norm_rows(pass, self, layer->input_norm, NULL, rows);
+    linear(pass, self, &layer->qkv, STORE, operand, rows, pass->qkv, pass->qkv_size);
+    pool_phase(self, pieces_for(rows, pass->threads), rotate_piece, &phase);
+    if (pass->after_layer)
+        pool_solo(self, announce, &phase);
     if (pass->ended)
         return;
-    attend(pass, thread, index);
-    linear(pass, thread, &layer->o, ADD, pass->operand, rows, pass->x, hidden);
-    pool_barrier(pass->pool);
-    norm_rows(pass, thread, layer->post_attention_norm);
-    pool_barrier(pass->pool);
-    gate_up(pass, thread, layer);
-    pool_barrier(pass->pool);
-    linear(pass, thread, &layer->down, ADD, pass->gated, rows, pass->x, hidden);
-    pool_barrier(pass->pool);
+    attention_run(&pass->plan, &pass->attention, index, self);
+    linear(pass, self, &layer->o, ADD, pass->attended, rows, pass->x, hidden);
+    operand = norm_rows(pass, self, layer->post_attention_norm, NULL, rows);
+    gate_up(pass, self, layer, operand);
+    linear(pass, self, &layer->down, ADD, pass->gated, rows, pass->x, hidden);
 }
 
 /* No float32 is finite whose exponent bits are all set. */
@@ -285,32 +332,34 @@ static bool all_finite(const float *values, int64_t count)
     return !seen;
 }
 
-static void run_head(struct pass *pass, int64_t thread)
+static void check_piece(void *argument, int64_t thread, struct piece *piece)
 {
-    const struct pdk_decoder *decoder = pass->decoder;
-    const int64_t rows = pass->batch->logit_count, vocabulary = decoder->head.out_features;
+    const struct pass *pass = argument;
+    const int64_t vocabulary = pass->decoder->head.out_features;
     int64_t first, end;
-    share_of(rows, thread, pass->threads, &first, &end);
-    for (int64_t row = first; row < end; row++)
-        norm_row(pass, pass->batch->logit_rows[row], row, decoder->final_norm, normed_of(pass, thread));
-    pool_barrier(pass->pool);
-    linear(pass, thread, &decoder->head, STORE, pass->operand, rows, pass->logits, vocabulary);
-    pool_barrier(pass->pool);
-    for (int64_t row = first; row < end; row++)
+    (void)thread;
+    share_of(pass->batch->logit_count, piece->index, piece->count, &first, &end);
+    for (int64_t row = first; row < end && pool_settle(piece); row++)
         pass->finite[row] = all_finite(pass->logits + row * vocabulary, vocabulary);
 }
 
-static void run_pass(void *argument, int64_t thread)
+static void run_head(struct pass *pass, struct pool_member *self)
+{
+    const struct pdk_decoder *decoder = pass->decoder;
+    const int64_t rows = pass->batch->logit_count;
+    const char *operand = norm_rows(pass, self, decoder->final_norm, pass->batch->logit_rows, rows);
+    linear(pass, self, &decoder->head, STORE, operand, rows, pass->logits, decoder->head.out_features);
+    pool_phase(self, pieces_for(rows, pass->threads), check_piece, pass);
+}
+
+static void run_pass(void *argument, struct pool_member *self)
 {
     struct pass *pass = argument;
-    int64_t first, end;
     pass->path->begin();
-    share_of(pass->batch->row_count, thread, pass->threads, &first, &end);
-    embed(pass, first, end);
     for (int64_t index = 0; index < pass->decoder->layer_count && !pass->ended; index++)
-        run_layer(pass, thread, index);
+        run_layer(pass, self, index);
     if (!pass->ended && pass->batch->logit_count)
-        run_head(pass, thread);
+        run_head(pass, self);
     pass->path->end();
 }
 
@@ -326,8 +375,9 @@ static void set_attention(struct pass *pass)
         .q = pass->qkv,
         .q_stride = pass->qkv_size,
         .out_is_operand = true,
-        .out = pass->operand,
+        .out = pass->attended,
         .out_stride = operand_size(decoder->heads * decoder->head_dim),
+        .scratch = pass->scratch,
     };
 }
 
@@ -347,12 +397,14 @@ int pdk_forward(const struct pdk_path *path, struct pdk_pool *pool, const struct
         .logits = logits,
         .finite = finite,
         .qkv_size = (decoder->heads + 2 * decoder->kv_heads) * decoder->head_dim,
+        .widest = operand_size(max_of(decoder->hidden_size, decoder->head_dim)),
     };
     int outcome = OUTCOME_NO_MEMORY;
     if (make_buffers(&pass) && make_scratch(&pass)) {
         set_attention(&pass);
         if (attention_plan_make(&pass.plan, &pass.attention, pass.threads)) {
             locate_rows(&pass);
+            embed(&pass);
             pool_run(pool, run_pass, &pass);
             outcome = pass.ended ? OUTCOME_ENDED : OUTCOME_DONE;
         }

@@ -6,7 +6,7 @@
 #include "path.h"
 #include "pool.h"
 
-enum { PREFETCH_BYTES = 2048, PRODUCT_ROWS = 48, PRODUCT_K = 256, PRODUCT_PANELS = 2 };
+enum { PREFETCH_BYTES = 2048, PRODUCT_ROWS = 48, PRODUCT_K = 256, PRODUCT_PANELS = 2, PRODUCT_ROUNDS = 25 };
 
 static double seconds(void)
 {
@@ -24,11 +24,13 @@ struct reading {
 
 typedef uint64_t wide __attribute__((vector_size(32)));
 
-static void read_share(void *argument, int64_t thread)
+static void read_piece(void *argument, int64_t thread, struct piece *piece)
 {
     struct reading *reading = argument;
     int64_t first, end;
-    share_of(reading->bytes / LINE, thread, pool_thread_count(reading->pool), &first, &end);
+    if (!pool_settle(piece))
+        return;
+    share_of(reading->bytes / LINE, piece->index, piece->count, &first, &end);
     wide sums[4] = {{0}};
     for (int64_t line = first; line + 1 < end; line += 2) {
         const char *from = reading->memory + line * LINE;
@@ -44,13 +46,18 @@ static void read_share(void *argument, int64_t thread)
     memcpy(reading->sums[thread % 256], sums, sizeof sums[0]);
 }
 
+static void read_all(void *argument, struct pool_member *self)
+{
+    pool_phase(self, PIECES_A_THREAD, read_piece, argument);
+}
+
 double pdk_read_rate(struct pdk_pool *pool, const void *memory, int64_t bytes, int64_t repeats)
 {
     struct reading reading = {.pool = pool, .memory = memory, .bytes = bytes};
     double best = 0.0;
     for (int64_t i = 0; i < repeats; i++) {
         const double began = seconds();
-        pool_run(pool, read_share, &reading);
+        pool_run(pool, read_all, &reading);
         const double rate = (double)bytes / (seconds() - began);
         best = rate > best ? rate : best;
     }
@@ -64,27 +71,33 @@ struct multiplying {
     char *panels;
     char *operand;
     float *results; /* one block a thread */
-    int64_t rounds;
 };
 
-static void multiply_share(void *argument, int64_t thread)
+static void multiply_piece(void *argument, int64_t thread, struct piece *piece)
 {
     const struct multiplying *work = argument;
-    const int64_t panel_bytes = PRODUCT_K * PANEL * (work->products == &work->path->products[PDK_BFLOAT16] ? 2 : 4);
+    product_function *product = work->products->wide_product ? work->products->wide_product : work->products->product;
+    const bool halves = work->products == &work->path->products[PDK_BFLOAT16] && !work->products->wide_product;
+    const int64_t panel_bytes = PRODUCT_K * PANEL * (halves ? 2 : 4);
     const char *chunk = work->panels;
     const struct panels panels = {&chunk, PRODUCT_K, PRODUCT_K, panel_bytes, PRODUCT_PANELS};
     float *result = work->results + thread * PRODUCT_ROWS * PRODUCT_PANELS * PANEL;
+    for (int64_t round = 0; pool_settle(piece) && round < PRODUCT_ROUNDS; round++)
+        product(work->operand, PRODUCT_K, PRODUCT_ROWS, &panels, result, PRODUCT_PANELS * PANEL, false);
+}
+
+static void multiply_all(void *argument, struct pool_member *self)
+{
+    const struct multiplying *work = argument;
     work->path->begin();
-    for (int64_t round = 0; round < work->rounds; round++)
-        work->products->product(work->operand, PRODUCT_K, PRODUCT_ROWS, &panels, result, PRODUCT_PANELS * PANEL, false);
+    pool_phase(self, PIECES_A_THREAD, multiply_piece, argument);
     work->path->end();
 }
 
 double pdk_product_rate(const struct pdk_path *path, struct pdk_pool *pool, int64_t dtype, int64_t repeats)
 {
-    enum { ROUNDS = 400 };
     const int64_t threads = pool_thread_count(pool);
-    struct multiplying work = {.path = path, .products = &path->products[dtype], .pool = pool, .rounds = ROUNDS};
+    struct multiplying work = {.path = path, .products = &path->products[dtype], .pool = pool};
     work.panels = aligned_alloc(LINE, PRODUCT_K * PRODUCT_PANELS * PANEL * 4);
     work.operand = aligned_alloc(LINE, PRODUCT_ROWS * PRODUCT_K * 4);
     work.results = aligned_alloc(LINE, (size_t)threads * PRODUCT_ROWS * PRODUCT_PANELS * PANEL * 4);
@@ -94,8 +107,8 @@ double pdk_product_rate(const struct pdk_path *path, struct pdk_pool *pool, int6
         memset(work.operand, 0, PRODUCT_ROWS * PRODUCT_K * 4);
         for (int64_t i = 0; i < repeats; i++) {
             const double began = seconds();
-            pool_run(pool, multiply_share, &work);
-            const double count = 2.0 * PRODUCT_ROWS * PRODUCT_K * PRODUCT_PANELS * PANEL * ROUNDS * (double)threads;
+            pool_run(pool, multiply_all, &work);
+            const double count = 2.0 * PRODUCT_ROWS * PRODUCT_K * PRODUCT_PANELS * PANEL * PRODUCT_ROUNDS * PIECES_A_THREAD * (double)threads;
             const double rate = count / (seconds() - began);
             best = rate > best ? rate : best;
         }

@@ -1,8 +1,9 @@
 /* Packing weights into panels, and the blocking of a linear around the caches.
  *
- * A thread owns a run of panels. It goes through them for one block of rows at a time, and through K in blocks whose
- * float32 sums are stored and taken up again: that changes the order of no sum. The sums of a block stay in a scratch that
- * the nearest cache holds until they are complete, and leave it once, with bias, residual or gate applied.
+ * A piece of the phase is a run of panels. A thread goes through them for one block of rows at a time, and through K in
+ * blocks whose float32 sums are stored and taken up again: that changes the order of no sum. The sums of a block stay in a
+ * scratch that the nearest cache holds until they are complete, and leave it once, with bias, residual or gate applied.
+ * With few rows K is not cut: the operand is small, and panels stream in one go.
  */
 #include "linear.h"
 
@@ -11,8 +12,9 @@
 enum {
     GROUP = 2,        /* panels that go through a block of rows together */
     ROW_BLOCK = 120,  /* rows whose operand the second cache holds: 120 rows x 512 x 4 bytes */
-    FEW_ROWS = 12,    /* up to here K is not cut: the operand is small, and panels stream in one go */
     K_BLOCK = 512,    /* of K: a panel of it fits the nearest cache beside the operand's rows */
+    WIDE_ROWS = 24,   /* from here on it pays to widen a panel before it is multiplied */
+    WIDE_K_BLOCK = 256,
 };
 
 int64_t pdk_packed_bytes(int64_t out_features, int64_t in_features, int64_t dtype)
@@ -40,7 +42,33 @@ void pdk_pack(const void *weight, int64_t out_features, int64_t in_features, int
     }
 }
 
-int64_t linear_scratch_bytes(void) { return (ROW_BLOCK + ROW_PAD) * GROUP * PANEL * 4; }
+enum {
+    SUM_FLOATS = (ROW_BLOCK + ROW_PAD) * GROUP * PANEL,
+    WIDE_FLOATS = WIDE_K_BLOCK * PANEL,
+    PIECE_BYTES = 96 * 1024, /* of weights: some microseconds */
+    MANY_ROWS_PIECES = 4,    /* a thread's, where a piece takes long anyway */
+};
+
+static int64_t unit_count(const struct pdk_linear *linear)
+{
+    return (linear->out_features + GROUP * PANEL - 1) / (GROUP * PANEL);
+}
+
+static int64_t pieces_a_thread(const struct pdk_linear *linear, int64_t rows, int64_t threads)
+{
+    const int64_t bytes = pdk_packed_bytes(linear->out_features, linear->in_features, linear->dtype) / threads;
+    const int64_t most = rows > FEW_ROWS ? MANY_ROWS_PIECES : PIECES_A_THREAD;
+    return threads == 1 ? 1 : max_of(1, min_of(most, min_of(bytes / PIECE_BYTES, unit_count(linear) / threads)));
+}
+
+static bool stages(int64_t rows, int64_t threads) { return rows <= FEW_ROWS && threads > 1; }
+
+int64_t linear_scratch_bytes(const struct pdk_linear *linear, int64_t rows, int64_t threads)
+{
+    const int64_t units = unit_count(linear), pieces = pieces_a_thread(linear, rows, threads) * threads;
+    const int64_t staged = stages(rows, threads) ? (units + pieces - 1) / pieces * rows * GROUP * PANEL : 0;
+    return (SUM_FLOATS + WIDE_FLOATS + staged) * 4;
+}
 
 void take_operand(const struct products *products, const float *x, int64_t rows, int64_t size, void *operand)
 {
@@ -53,7 +81,29 @@ void take_operand(const struct products *products, const float *x, int64_t rows,
     }
 }
 
-/* Sums of `rows` rows from `first_row` on for panels at `panels`, `panel_bytes` apart, into [rows][GROUP * PANEL]. */
+/* As sum_products, panel by panel through a float32 copy that the nearest cache holds. */
+static void sum_wide_products(const struct linear_job *job, const char *operand, int64_t rows, const char *panels,
+                              int64_t panel_bytes, int64_t panel_count, float *sums)
+{
+    const struct products *products = &job->path->products[job->linear->dtype];
+    const int64_t k_size = operand_size(job->linear->in_features), k_bytes = PANEL * dtype_bytes(job->linear->dtype);
+    const int64_t blocks = (k_size + WIDE_K_BLOCK - 1) / WIDE_K_BLOCK;
+    float *wide = sums + SUM_FLOATS;
+    const char *chunk = (const char *)wide;
+    for (int64_t block = 0; block < blocks; block++) {
+        const int64_t k = k_size / K_PAD * block / blocks * K_PAD;
+        const int64_t k_end = k_size / K_PAD * (block + 1) / blocks * K_PAD;
+        const struct panels part = {&chunk, k_end - k, k_end - k, 0, 1};
+        for (int64_t panel = 0; panel < panel_count; panel++) {
+            products->widen(panels + panel * panel_bytes + k * k_bytes, (k_end - k) * k_bytes, wide);
+            products->wide_product(operand + k * products->operand_bytes, k_size, rows, &part, sums + panel * PANEL,
+                                   GROUP * PANEL, block > 0);
+        }
+    }
+}
+
+/* Sums of `rows` rows from `first_row` on for panels at `panels`, `panel_bytes` apart, into [rows][GROUP * PANEL]; the
+ * scratch goes on after them. */
 static void sum_products(const struct linear_job *job, int64_t first_row, int64_t rows, const char *panels,
                          int64_t panel_bytes, int64_t panel_count, float *sums)
 {
@@ -62,6 +112,10 @@ static void sum_products(const struct linear_job *job, int64_t first_row, int64_
     const int64_t k_size = operand_size(linear->in_features), k_bytes = PANEL * dtype_bytes(linear->dtype);
     const int64_t blocks = rows <= FEW_ROWS ? 1 : (k_size + K_BLOCK - 1) / K_BLOCK;
     const char *operand = (const char *)job->operand + first_row * k_size * products->operand_bytes;
+    if (products->widen && rows >= WIDE_ROWS) {
+        sum_wide_products(job, operand, rows, panels, panel_bytes, panel_count, sums);
+        return;
+    }
     for (int64_t block = 0; block < blocks; block++) {
         const int64_t k = k_size / K_PAD * block / blocks * K_PAD;
         const int64_t k_end = k_size / K_PAD * (block + 1) / blocks * K_PAD;
@@ -130,39 +184,80 @@ static void hand_out_gated(const struct linear_job *job, int64_t first_row, int6
     }
 }
 
-/* A block of rows through the thread's panels [first, end), or through pairs of panels, gate and up. */
-static void pass_rows(const struct linear_job *job, int64_t first_row, int64_t rows, int64_t first, int64_t end,
-                      int64_t threads, float *sums)
+/* A unit is what goes through a block of rows together: GROUP panels, for a gate the two that belong together. */
+static int64_t units_of(const struct linear_job *job)
+{
+    return job->end == GATE ? job->linear->out_features / (2 * PANEL) : unit_count(job->linear);
+}
+
+/* Sums of a unit for rows from `first_row` on, into the thread's scratch. */
+static void sum_unit(const struct linear_job *job, int64_t unit, int64_t first_row, int64_t rows, int64_t threads,
+                     float *sums)
 {
     const struct pdk_linear *linear = job->linear;
     const int64_t bytes = operand_size(linear->in_features) * PANEL * dtype_bytes(linear->dtype);
-    const int64_t half = linear->out_features / (2 * PANEL);
     const bool gates = job->end == GATE;
-    for (int64_t panel = first; panel < end; panel += gates ? 1 : GROUP) {
-        const int64_t count = gates ? 2 : min_of(GROUP, end - panel);
-        const char *panels = (const char *)linear->panels + panel * bytes;
-        const int64_t stride = gates ? half * bytes : bytes;
+    const int64_t panel = gates ? unit : unit * GROUP, all = rounded_up(linear->out_features, PANEL) / PANEL;
+    const int64_t count = min_of(GROUP, all - panel), stride = gates ? linear->out_features / (2 * PANEL) * bytes : bytes;
+    const char *panels = (const char *)linear->panels + panel * bytes;
 #ifdef PDK_MUTANT_SPLIT_REDUCTION
-        sum_split_products(job, first_row, rows, panels, stride, count, threads, sums);
+    sum_split_products(job, first_row, rows, panels, stride, count, threads, sums);
 #else
-        (void)threads;
-        sum_products(job, first_row, rows, panels, stride, count, sums);
+    (void)threads;
+    sum_products(job, first_row, rows, panels, stride, count, sums);
 #endif
-        const int64_t output = panel * PANEL;
-        if (gates)
-            hand_out_gated(job, first_row, rows, output, sums);
-        else
-            hand_out(job, first_row, rows, output, min_of(count * PANEL, linear->out_features - output), sums);
-    }
 }
 
-void linear_share(const struct linear_job *job, int64_t thread, int64_t threads, void *scratch)
+static void hand_out_unit(const struct linear_job *job, int64_t unit, int64_t first_row, int64_t rows, const float *sums)
 {
-    const int64_t panels = rounded_up(job->linear->out_features, PANEL) / PANEL / (job->end == GATE ? 2 : 1);
-    const int64_t first = panels * thread / threads, end = panels * (thread + 1) / threads;
-    const int64_t blocks = (job->rows + ROW_BLOCK - 1) / ROW_BLOCK;
-    for (int64_t block = 0; block < blocks; block++) {
-        const int64_t row = job->rows * block / blocks, row_end = job->rows * (block + 1) / blocks;
-        pass_rows(job, row, row_end - row, first, end, threads, scratch);
+    const int64_t first = unit * GROUP * PANEL;
+    if (job->end == GATE)
+        hand_out_gated(job, first_row, rows, unit * PANEL, sums);
+    else
+        hand_out(job, first_row, rows, first, min_of(GROUP * PANEL, job->linear->out_features - first), sums);
+}
+
+struct linear_phase {
+    const struct linear_job *job;
+    int64_t threads;
+};
+
+/* Units [first, end) of few rows: all sums first, then, if nobody was faster, out with them. */
+static void run_staged(const struct linear_phase *phase, int64_t first, int64_t end, struct piece *piece, float *sums)
+{
+    const struct linear_job *job = phase->job;
+    const int64_t floats = job->rows * GROUP * PANEL;
+    float *staged = sums + SUM_FLOATS + WIDE_FLOATS;
+    for (int64_t unit = first; unit < end; unit++) {
+        sum_unit(job, unit, 0, job->rows, phase->threads, sums);
+        memcpy(staged + (unit - first) * floats, sums, (size_t)floats * 4);
     }
+    if (pool_settle(piece))
+        for (int64_t unit = first; unit < end; unit++)
+            hand_out_unit(job, unit, 0, job->rows, staged + (unit - first) * floats);
+}
+
+static void run_piece(void *argument, int64_t thread, struct piece *piece)
+{
+    const struct linear_phase *phase = argument;
+    const struct linear_job *job = phase->job;
+    const int64_t blocks = (job->rows + ROW_BLOCK - 1) / ROW_BLOCK;
+    int64_t first, end;
+    share_of(units_of(job), piece->index, piece->count, &first, &end);
+    if (stages(job->rows, phase->threads))
+        run_staged(phase, first, end, piece, job->scratch[thread]);
+    else if (pool_settle(piece))
+        for (int64_t block = 0; block < blocks; block++) {
+            const int64_t row = job->rows * block / blocks, rows = job->rows * (block + 1) / blocks - row;
+            for (int64_t unit = first; unit < end; unit++) {
+                sum_unit(job, unit, row, rows, phase->threads, job->scratch[thread]);
+                hand_out_unit(job, unit, row, rows, job->scratch[thread]);
+            }
+        }
+}
+
+void linear_run(const struct linear_job *job, struct pool_member *self)
+{
+    struct linear_phase phase = {job, pool_thread_count(self->pool)};
+    pool_phase(self, pieces_a_thread(job->linear, job->rows, phase.threads), run_piece, &phase);
 }

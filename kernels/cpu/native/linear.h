@@ -3,6 +3,7 @@
 #define PDK_LINEAR_H
 
 #include "path.h"
+#include "pool.h"
 
 enum linear_end {
     STORE,     /* y = x W' + bias, float32 */
@@ -18,6 +19,7 @@ struct linear_job {
     int64_t rows;
     void *y;
     int64_t y_stride; /* in elements */
+    void *const *scratch; /* [threads] */
 };
 
 /* Elements of a row of an operand: K up to a multiple of K_PAD. What pads it must be zero. */
@@ -26,11 +28,15 @@ static inline int64_t operand_size(int64_t in_features) { return rounded_up(in_f
 /* Whether GATE can be had: both halves begin on a panel. */
 static inline bool can_gate(const struct pdk_linear *linear) { return linear->out_features % (2 * PANEL) == 0; }
 
-/* Bytes of scratch that linear_share wants. */
-int64_t linear_scratch_bytes(void);
+/* Up to here a step has few rows: its phases are short, and so a thread computes into memory of its own first and writes
+ * when it has settled the piece. */
+enum { FEW_ROWS = 12 };
 
-/* One thread's share of the job: some of the outputs of all rows. */
-void linear_share(const struct linear_job *job, int64_t thread, int64_t threads, void *scratch);
+/* Bytes of each thread's scratch for a linear with as many rows. */
+int64_t linear_scratch_bytes(const struct pdk_linear *linear, int64_t rows, int64_t threads);
+
+/* The phase of a region that does the job. */
+void linear_run(const struct linear_job *job, struct pool_member *self);
 
 /* Round rows of float32 into an operand, its padding zeroed. */
 void take_operand(const struct products *products, const float *x, int64_t rows, int64_t size, void *operand);

@@ -8,51 +8,62 @@
 
 struct linear_call {
     struct linear_job job;
-    struct pdk_pool *pool;
     const float *x;
     char *operand;
-    void **scratch;
 };
 
-static void run_linear(void *argument, int64_t thread)
+static void round_piece(void *argument, int64_t thread, struct piece *piece)
 {
-    struct linear_call *call = argument;
+    const struct linear_call *call = argument;
     const struct linear_job *job = &call->job;
     const struct products *products = &job->path->products[job->linear->dtype];
-    const int64_t threads = pool_thread_count(call->pool), size = job->linear->in_features;
+    const int64_t size = job->linear->in_features;
     int64_t first, end;
-    share_of(job->rows, thread, threads, &first, &end);
-    take_operand(products, call->x + first * size, end - first, size,
-                 call->operand + first * operand_size(size) * products->operand_bytes);
-    pool_barrier(call->pool);
-    job->path->begin();
-    linear_share(job, thread, threads, call->scratch[thread]);
-    job->path->end();
+    (void)thread;
+    share_of(job->rows, piece->index, piece->count, &first, &end);
+    if (pool_settle(piece))
+        take_operand(products, call->x + first * size, end - first, size,
+                     call->operand + first * operand_size(size) * products->operand_bytes);
 }
 
-static bool take_scratch(struct pdk_pool *pool, int64_t bytes, void **scratch)
+static void run_linear(void *argument, struct pool_member *self)
 {
-    for (int64_t thread = 0; thread < pool_thread_count(pool); thread++)
-        if (!(scratch[thread] = pool_scratch(pool, thread, bytes)))
-            return false;
-    return true;
+    struct linear_call *call = argument;
+    if (call->job.rows > FEW_ROWS)
+        pool_phase(self, 1, round_piece, call);
+    call->job.path->begin();
+    linear_run(&call->job, self);
+    call->job.path->end();
+}
+
+/* Each thread's scratch; NULL: no memory. */
+static void **take_scratch(struct pdk_pool *pool, int64_t bytes)
+{
+    void **scratch = calloc((size_t)pool_thread_count(pool), sizeof *scratch);
+    for (int64_t thread = 0; scratch && thread < pool_thread_count(pool); thread++)
+        if (!(scratch[thread] = pool_scratch(pool, thread, bytes))) {
+            free(scratch);
+            return NULL;
+        }
+    return scratch;
 }
 
 int pdk_linear(const struct pdk_path *path, struct pdk_pool *pool, const struct pdk_linear *linear, const float *x,
                int64_t rows, float *y)
 {
-    const int64_t bytes = operand_size(linear->in_features) * path->products[linear->dtype].operand_bytes;
-    void **scratch = calloc((size_t)pool_thread_count(pool), sizeof *scratch);
+    const struct products *products = &path->products[linear->dtype];
+    const int64_t bytes = operand_size(linear->in_features) * products->operand_bytes;
+    void **scratch = take_scratch(pool, linear_scratch_bytes(linear, rows, pool_thread_count(pool)));
     char *operand = aligned_alloc(LINE, (size_t)rounded_up((rows + ROW_PAD) * bytes, LINE));
-    const bool ready = scratch && operand && take_scratch(pool, linear_scratch_bytes(), scratch);
+    const bool ready = scratch && operand;
     if (ready) {
         struct linear_call call = {
-            .job = {path, linear, STORE, operand, rows, y, linear->out_features},
-            .pool = pool,
+            .job = {path, linear, STORE, operand, rows, y, linear->out_features, scratch},
             .x = x,
             .operand = operand,
-            .scratch = scratch,
         };
+        if (rows <= FEW_ROWS)
+            take_operand(products, x, rows, linear->in_features, operand);
         pool_run(pool, run_linear, &call);
     }
     free(operand);
@@ -85,24 +96,16 @@ void pdk_rotary(const struct pdk_path *path, const float *x, int64_t rows, int64
 
 struct attention_call {
     const struct pdk_path *path;
-    struct pdk_pool *pool;
     struct attention_plan plan;
     struct attention_job job;
     int64_t layer;
-    atomic_llong next_attend;
-    atomic_llong next_merge;
-    void **scratch;
 };
 
-static void run_attention(void *argument, int64_t thread)
+static void run_attention(void *argument, struct pool_member *self)
 {
     struct attention_call *call = argument;
     call->path->begin();
-    attention_attend(&call->plan, &call->job, call->layer, &call->next_attend, call->scratch[thread]);
-    if (call->plan.split) {
-        pool_barrier(call->pool);
-        attention_merge(&call->plan, &call->job, call->layer, &call->next_merge, call->scratch[thread]);
-    }
+    attention_run(&call->plan, &call->job, call->layer, self);
     call->path->end();
 }
 
@@ -110,19 +113,17 @@ int pdk_attention(const struct pdk_path *path, struct pdk_pool *pool, const stru
                   const struct pdk_batch *batch, int64_t heads, double scale, const float *q, float *out)
 {
     const struct products *products = &path->products[cache->dtype];
-    const int64_t threads = pool_thread_count(pool), row = heads * cache->head_dim;
+    const int64_t row = heads * cache->head_dim;
+    void **scratch = take_scratch(pool, attention_scratch_bytes(products, cache->head_dim, heads / cache->kv_heads));
     struct attention_call call = {
         .path = path,
-        .pool = pool,
-        .job = {products, cache, batch, heads, (float)scale * 0x1.715476p+0f, q, row, false, out, row},
+        .job = {products, cache, batch, heads, (float)scale * 0x1.715476p+0f, q, row, false, out, row, scratch},
         .layer = layer,
-        .scratch = calloc((size_t)threads, sizeof *call.scratch),
     };
-    const bool ready = call.scratch && take_scratch(pool, products->attend_scratch(cache->head_dim, heads / cache->kv_heads), call.scratch) &&
-                       attention_plan_make(&call.plan, &call.job, threads);
+    const bool ready = scratch && attention_plan_make(&call.plan, &call.job, pool_thread_count(pool));
     if (ready)
         pool_run(pool, run_attention, &call);
     attention_plan_free(&call.plan);
-    free(call.scratch);
+    free(scratch);
     return ready ? 0 : 1;
 }

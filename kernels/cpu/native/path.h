@@ -55,6 +55,9 @@ struct products {
     int64_t operand_bytes;                                             /* of one element */
     int64_t k_step;                                                    /* what k must be a multiple of */
     int64_t query_rows;                                                /* rows of a query tile that suit the product */
+    /* Where widened panels are faster for many rows, else NULL: the same bits from panels that `widen` made float32. */
+    product_function *wide_product;
+    void (*widen)(const char *panels, int64_t bytes, float *to);
     void (*store_operand)(const float *row, int64_t count, void *out); /* rounds to the dtype */
     int64_t (*attend_scratch)(int64_t head_dim, int64_t group);        /* bytes */
     void (*attend)(const struct attention_task *task, void *scratch);

@@ -22,7 +22,7 @@ ONE_COPY void multiply_bfloat16(const void *operand, int64_t operand_stride, int
     multiply(DOTTED, operand, operand_stride, rows, panels, result, result_stride, accumulate);
 }
 
-enum { QUERY_ROWS = 24, PAIR_K_STEP = 2 };
+enum { QUERY_ROWS = 24, BLOCK_ROWS = QUERY_ROWS, DIAGONAL_ROWS = QUERY_ROWS, PAIR_K_STEP = 2 };
 
 #include "path_dot.h"
 
@@ -48,9 +48,9 @@ const struct pdk_path avx512_path = {
     .end = nothing,
     .products =
         {
-            [PDK_FLOAT32] = {multiply_float32, 4, 1, QUERY_ROWS, store_float32, attend_scratch_float32, attend_float32,
+            [PDK_FLOAT32] = {multiply_float32, 4, 1, QUERY_ROWS, NULL, NULL, store_float32, attend_scratch_float32, attend_float32,
                              merge_float32},
-            [PDK_BFLOAT16] = {multiply_bfloat16, 2, PAIR_K_STEP, QUERY_ROWS, store_bfloat16, attend_scratch_bfloat16,
+            [PDK_BFLOAT16] = {multiply_bfloat16, 2, PAIR_K_STEP, QUERY_ROWS, NULL, NULL, store_bfloat16, attend_scratch_bfloat16,
                               attend_bfloat16, merge_bfloat16},
         },
     .rms_norm = rms_norm_row,

