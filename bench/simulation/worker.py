@@ -307,7 +307,7 @@ class SimulatedWorker:
             "outgoing transfers": len(exchange._outgoing),
             "incoming transfers": len(exchange._incoming),
             "lingering transfers": len(exchange._lingering),
-            "connections": len(exchange._connections),
+            "connections in use": sum(connection.users > 0 for connection in exchange._connections.values()),
             "starts without an end": (self.started - self.ended).total(),
         }
         return [f"{self.process.name}: {count} {what}" for what, count in held.items() if count]
