@@ -47,8 +47,8 @@ class PlainStore:
     def __init__(self, fill: int) -> None:
         self._kv = np.full((LAYOUT.layer_count, 2, TOKEN_COUNT, LAYOUT.row_bytes), fill, np.uint8)
 
-    def read(self, layer: int, start: int, stop: int) -> memoryview:
-        return memoryview(self._kv[layer, :, start:stop].copy()).cast("B")
+    def read_into(self, layer: int, start: int, stop: int, out: memoryview) -> None:
+        np.copyto(np.frombuffer(out, np.uint8).reshape(2, stop - start, -1), self._kv[layer, :, start:stop])
 
     def write(self, layer: int, start: int, stop: int, payload: memoryview) -> None:
         self._kv[layer, :, start:stop] = np.frombuffer(payload, np.uint8).reshape(2, stop - start, -1)

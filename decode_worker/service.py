@@ -83,6 +83,7 @@ class DecodeService:
         if local_prefill:
             self.engine.submit(sequence)
             return
+        self.engine.expect(owner)
         try:
             ticket = entry.expect(sequence)
         except PdserveError as error:
@@ -113,6 +114,7 @@ class DecodeService:
     def drop(self, owner: Owner, error: PdserveError) -> None:
         """End an attempt that never reached the engine. Any thread."""
         if self._imports.pop(owner, None) is not None:
+            self.engine.forget(owner)
             self.reports.terminal(owner, error)
 
     # The engine's thread.
@@ -235,6 +237,11 @@ class Import:
 
     def on_tokens(self, sequence: Sequence, tokens: ListLike[SampledToken]) -> None:
         self._service.note_tokens(self._owner, sequence.output_count - len(tokens), tokens)
+
+    def on_preempted(self, sequence: Sequence) -> None:
+        """What a prefill worker had sent is computed here from now on, perhaps to other bits: the router must know."""
+        if self._ticket is not None:
+            self._service.reports.local_prefill(self._owner, "preempted")
 
     def on_abort(self, sequence: Sequence, error: PdserveError) -> None:
         assert self._ticket is not None

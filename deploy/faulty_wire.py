@@ -51,6 +51,9 @@ class SwitchedFaults:
     def disconnect(self, peer: Peer) -> None:
         self._faulty.disconnect(peer)
 
+    def buffer(self, peer: Peer, byte_count: int) -> memoryview:
+        return self._faulty.buffer(peer, byte_count)
+
     def send(self, peer: Peer, parts: Sequence[Part]) -> None:
         self._look()
         before = self._faulty.injected.copy()

@@ -43,6 +43,7 @@ class Engine:
         self._scheduler = Scheduler(self._pool, config.max_step_tokens, config.max_running)
         self._runner = Runner(decoder, store)
         self._sequences: dict[Owner, Sequence] = {}
+        self._expected: dict[Owner, list[Sequence]] = {}  # not submitted yet; who waits for their prompt's KV
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._after_step: list[Callable[[], None]] = []
         self._stalled = False  # the last plan was empty: only a command can change that
@@ -65,6 +66,14 @@ class Engine:
     def submit(self, sequence: Sequence) -> None:
         """Queue a new sequence. Its sink hears of everything that follows."""
         self._inbox.put(lambda: self._submit(sequence))
+
+    def expect(self, owner: Owner) -> None:
+        """A sequence of this owner will be submitted, or forgotten: those that share its prompt's KV wait for it."""
+        self._inbox.put(lambda: self._expect(owner))
+
+    def forget(self, owner: Owner) -> None:
+        """A sequence that was expected will not come."""
+        self._inbox.put(lambda: self._forget(owner))
 
     def abort(self, owner: Owner, error: PdserveError) -> None:
         """End a sequence with `error`. Unknown or ended already: nothing happens."""
@@ -98,6 +107,8 @@ class Engine:
         worked = self._drain_inbox(0.0 if self._scheduler.has_work() and not self._stalled else wait_s)
         plan = self._scheduler.plan()
         self._stalled = not plan.slices and not plan.leased
+        for sequence in plan.preempted:
+            sequence.sink.on_preempted(sequence)
         for sequence in plan.leased:
             if sequence.pinned:
                 sequence.sink.on_leased(sequence)
@@ -110,8 +121,8 @@ class Engine:
         return False
 
     def idle(self) -> bool:
-        """No sequence is left. The engine's thread."""
-        return not self._sequences
+        """No sequence is left, and none is expected. The engine's thread."""
+        return not self._sequences and not self._expected
 
     def load(self) -> Load:
         """A snapshot for the routers. The engine's thread (see `call`)."""
@@ -170,15 +181,31 @@ class Engine:
             return
         problem = self._misfit(sequence)
         if problem is not None:
+            self._forget(sequence.owner)
             sequence.sink.on_end(sequence, problem)
             return
         self._sequences[sequence.owner] = sequence
-        leader = self._sequences.get(sequence.shares) if sequence.shares is not None else None
-        if leader is None or leader.phase is Phase.ENDED:
+        sequence.followers = self._expected.pop(sequence.owner, [])
+        leader = self._leader(sequence)
+        if sequence.shares in self._expected:
+            self._expected[sequence.shares].append(sequence)
+        elif leader is None or leader.phase is Phase.ENDED:
             self._scheduler.add(sequence)
         else:
             leader.followers.append(sequence)
             self._fork_followers(leader)
+
+    def _expect(self, owner: Owner) -> None:
+        if owner not in self._sequences:
+            self._expected.setdefault(owner, [])
+
+    def _forget(self, owner: Owner) -> None:
+        for follower in self._expected.pop(owner, ()):
+            self._scheduler.add(follower)
+
+    def _leader(self, sequence: Sequence) -> Sequence | None:
+        """The sequence whose prompt's KV this one shares, if it is here."""
+        return self._sequences.get(sequence.shares) if sequence.shares is not None else None
 
     def _fork_followers(self, leader: Sequence) -> None:
         """Start those that waited for this sequence's prompt, if its KV is there."""
@@ -243,9 +270,10 @@ class Engine:
         for follower in sequence.followers:  # it ended before its prompt was ready
             self._scheduler.add(follower)
         sequence.followers = []
-        leader = self._sequences.get(sequence.shares) if sequence.shares is not None else None
-        if leader is not None and sequence in leader.followers:
-            leader.followers.remove(sequence)
+        leader = self._leader(sequence)
+        for waiting in (leader.followers if leader is not None else [], self._expected.get(sequence.shares, [])):
+            if sequence in waiting:
+                waiting.remove(sequence)
         sequence.outcome = outcome
         if sequence.pinned and isinstance(outcome, PdserveError):
             sequence.sink.on_abort(sequence, outcome)

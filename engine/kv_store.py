@@ -39,13 +39,13 @@ class SequenceKV:
 
     def __init__(self, store: KVStore, blocks: ListLike[int]) -> None:
         self._store = store
-        self._blocks = tuple(blocks)
+        self._all_slots = slots_of(blocks, 0, len(blocks) * store.shape.block_tokens, store.shape.block_tokens)
 
-    def read(self, layer: int, start: int, stop: int) -> memoryview:
-        """Tokens [start, stop) of a layer: a fresh copy, K [T, Hkv, D] then V [T, Hkv, D], row-major."""
-        store = self._store
-        values = store.kernels.read_kv(store.cache, layer, self._slots(start, stop))
-        return memoryview(values.view(torch.uint8).numpy()).cast("B")
+    def read_into(self, layer: int, start: int, stop: int, out: memoryview) -> None:
+        """Copy tokens [start, stop) of a layer: K [T, Hkv, D] then V [T, Hkv, D], row-major."""
+        store, shape = self._store, self._store.shape
+        values = torch.frombuffer(out, dtype=shape.dtype).view(2, stop - start, shape.kv_heads, shape.head_dim)
+        store.kernels.read_kv(store.cache, layer, self._slots(start, stop), values)
 
     def write(self, layer: int, start: int, stop: int, payload: memoryview) -> None:
         """Copy canonical bytes into the sequence's blocks."""
@@ -55,4 +55,4 @@ class SequenceKV:
         store.kernels.write_kv(store.cache, layer, self._slots(start, stop), k, v)
 
     def _slots(self, start: int, stop: int) -> torch.Tensor:
-        return slots_of(self._blocks, start, stop - start, self._store.shape.block_tokens)
+        return self._all_slots[start:stop]

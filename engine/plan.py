@@ -23,10 +23,12 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """`slices` in the order of their rows. `leased`: sequences that got their blocks while planning."""
+    """`slices` in the order of their rows. `leased`: sequences that got their blocks while planning; `preempted`: those
+    that lost theirs, and all KV with them."""
 
     slices: tuple[Slice, ...]
     leased: tuple[Sequence, ...] = ()
+    preempted: tuple[Sequence, ...] = ()
 
     @property
     def token_count(self) -> int:

@@ -30,6 +30,7 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._receiving: list[Sequence] = []
         self._running: list[Sequence] = []  # oldest first
+        self._preempted: list[Sequence] = []  # while planning
 
     @property
     def waiting_count(self) -> int:
@@ -106,7 +107,8 @@ class Scheduler:
             if budget > 0 and sequence.phase is Phase.RUNNING:
                 slices.append(_next_slice(sequence, budget))
                 budget -= slices[-1].count
-        return StepPlan(tuple(slices), tuple(leased))
+        preempted, self._preempted = self._preempted, []
+        return StepPlan(tuple(slices), tuple(leased), tuple(preempted))
 
     def _admit(self) -> list[Sequence]:
         """Lease blocks to waiting sequences, first come first served, and start them."""
@@ -157,6 +159,7 @@ class Scheduler:
         victim.source = KVSource.COMPUTED
         victim.phase = Phase.WAITING
         self._waiting.appendleft(victim)
+        self._preempted.append(victim)
         return True
 
 

@@ -48,6 +48,10 @@ class Sink(Protocol):
         """The KV of tokens [start, stop) of a layer is in its blocks (only where `exports_kv`)."""
         ...
 
+    def on_preempted(self, sequence: Sequence) -> None:
+        """It has lost its blocks; all its KV will be computed again, here."""
+        ...
+
     def on_tokens(self, sequence: Sequence, tokens: ListLike[SampledToken]) -> None:
         """Tokens were appended to its output."""
         ...

@@ -171,8 +171,9 @@ class Kernels(Protocol):
         """Round k and v [T, Hkv, D] to the cache's dtype and put them into slots [T] of a layer."""
         ...
 
-    def read_kv(self, cache: Any, layer: int, slots: torch.Tensor) -> torch.Tensor:
-        """The canonical form of slots [T]: a new contiguous [2, T, Hkv, D], K first, in the cache's dtype."""
+    def read_kv(self, cache: Any, layer: int, slots: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The canonical form of slots [T]: contiguous [2, T, Hkv, D], K first, in the cache's dtype; in `out`, where
+        that is given."""
         ...
 
     def attention(

@@ -120,8 +120,14 @@ class ReferenceKernels:
         cache.k[layer].index_copy_(0, slots, k.to(cache.shape.dtype))
         cache.v[layer].index_copy_(0, slots, v.to(cache.shape.dtype))
 
-    def read_kv(self, cache: ReferenceCache, layer: int, slots: torch.Tensor) -> torch.Tensor:
-        return torch.stack((cache.k[layer].index_select(0, slots), cache.v[layer].index_select(0, slots)))
+    def read_kv(
+        self, cache: ReferenceCache, layer: int, slots: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if out is None:
+            out = torch.empty(2, len(slots), *cache.k.shape[2:], dtype=cache.k.dtype)
+        for part, values in zip(out, (cache.k, cache.v), strict=True):
+            torch.index_select(values[layer], 0, slots, out=part)
+        return out
 
     def attention(
         self,

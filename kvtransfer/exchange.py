@@ -20,7 +20,6 @@ from kvtransfer.frames import (
     Frame,
     FrameError,
     Gone,
-    Layer,
     Nack,
     Open,
     Part,
@@ -44,6 +43,9 @@ from pdserve.tracing import Trace
 from pdserve.types import SampledToken, Ticket
 
 Transfer = OutgoingTransfer | IncomingTransfer
+
+# A connection stays for so long without a transfer: a carrier's memory costs as much to touch anew as some copies.
+_CONNECTION_IDLE_S = 60.0
 
 
 @dataclass(slots=True)
@@ -182,7 +184,7 @@ class Exchange:
             else:
                 self._to_receiver(peer, received)
 
-    def _on_bad_payload(self, peer: Peer, frame: Layer | Commit) -> None:
+    def _on_bad_payload(self, peer: Peer, frame: Commit) -> None:
         incoming = None if peer in self._connections else self._incoming.get(frame.transfer)
         if incoming is not None:
             self._step(incoming, lambda now: incoming.on_bad_payload(peer, frame, now))
@@ -245,7 +247,7 @@ class Exchange:
                 connection.users -= 1
                 connection.idle_since = now
         for peer, connection in list(self._connections.items()):
-            if connection.users == 0 and now >= connection.idle_since + self._linger_s:
+            if connection.users == 0 and now >= connection.idle_since + _CONNECTION_IDLE_S:
                 del self._connections[peer]
                 self._transport.disconnect(peer)
 

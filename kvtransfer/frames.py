@@ -14,9 +14,10 @@ A message has one part, or two where the type carries a payload:
                     half-open range), block_tokens (granularity of COMMIT's list, nobody's physical block size),
                     max_frame_bytes (of a LAYER's payload)
     2 LAYER   ->    layer, token_start, token_stop, spent (u64: credit used up with this frame, see credit.py),
-                    payload_bytes, checksum (xxh3-64 of the payload)
+                    payload_bytes, checksum (u64, of the payload: over the hashes of its blocks, see integrity.py)
                     payload: canonical KV of these tokens (layout.py)
     3 COMMIT  ->    tokens [[token id, logprob or nil, [[token id, logprob], ...]], ...], payload_bytes, checksum
+                    (xxh3-64 of the payload)
                     payload: u64 LE a (layer, block), layer-major (integrity.py)
     4 ACK     <-    everything is stored and verified
     5 NACK    <-    ranges [[layer, token start, token stop], ...] to send again, then COMMIT again
@@ -27,7 +28,8 @@ A message has one part, or two where the type carries a payload:
     10 HAVE   <-    ranges, as in NACK: what an earlier epoch's sender brought and need not be sent again
 
 -> is from sender to receiver. The payload's checksum is apart from the header's: a frame whose header is good says
-which range to send again (BadPayload); one whose header is bad says nothing and is dropped (FrameError).
+what to send again; one whose header is bad says nothing and is dropped (FrameError). COMMIT's payload is checked here
+(BadPayload), LAYER's where it is stored, in one go with the check of what is stored (incoming.py).
 """
 
 from __future__ import annotations
@@ -79,6 +81,8 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
+    """`checksum` stays 0 until the payload is at hand, and where integrity is off."""
+
     transfer: bytes
     epoch: int
     layer: int
@@ -86,6 +90,7 @@ class Layer:
     token_stop: int
     spent: int
     payload_bytes: int
+    checksum: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +158,8 @@ Frame = Open | Layer | Commit | Ack | Nack | Credit | Abort | Ping | Gone | Have
 class BadPayload(FrameError):
     """The header is good, the payload is not what was sent. `frame` says what to ask for again."""
 
-    def __init__(self, frame: Layer | Commit) -> None:
-        super().__init__(f"the payload of a {type(frame).__name__.upper()} frame does not match its checksum")
+    def __init__(self, frame: Commit) -> None:
+        super().__init__("the payload of a COMMIT frame does not match its checksum")
         self.frame = frame
 
 
@@ -180,7 +185,14 @@ _SCHEMAS: Final[dict[type[Any], tuple[int, dict[str, Field]]]] = {
         | _TOKENS
         | {"block_tokens": fields.uint(16), "max_frame_bytes": fields.uint(32)},
     ),
-    Layer: (2, _EVERY | {"layer": fields.uint(16)} | _TOKENS | {"spent": fields.uint(64)} | _PAYLOAD),
+    Layer: (
+        2,
+        _EVERY
+        | {"layer": fields.uint(16)}
+        | _TOKENS
+        | {"spent": fields.uint(64), "checksum": fields.uint(64)}
+        | _PAYLOAD,
+    ),
     Commit: (3, _EVERY | {"tokens": fields.sampled_tokens()} | _PAYLOAD),
     Ack: (4, _EVERY),
     Nack: (5, _EVERY | {"ranges": fields.layer_ranges()}),
@@ -195,7 +207,8 @@ _CHECKSUM = fields.uint(64)
 
 
 def encode(frame: Frame, payload: Part | None = None, *, checked: bool = True) -> list[Part]:
-    """The parts of a message. The payload is passed on as a view, not copied; it has no checksum (0) unless `checked`.
+    """The parts of a message. The payload is passed on as a view, not copied; COMMIT's has no checksum (0) unless
+    `checked`.
 
     Raises FrameError for whatever `decode` would refuse, so a bug of ours stops here.
     """
@@ -213,14 +226,15 @@ def encode(frame: Frame, payload: Part | None = None, *, checked: bool = True) -
         return [_seal(header)]
     body = memoryview(b"" if payload is None else payload).cast("B")
     _check_payload_bytes(frame, body)
-    header["checksum"] = xxh3_64_intdigest(body) if checked else 0
+    if isinstance(frame, Commit):
+        header["checksum"] = xxh3_64_intdigest(body) if checked else 0
     return [_seal(header), body]
 
 
 def decode(parts: Sequence[Part], *, checked: bool = True) -> Received:
-    """Read a message. Whether the payload is what was sent is not looked at unless `checked`.
+    """Read a message. Whether COMMIT's payload is what was sent is not looked at unless `checked`; LAYER's is not here.
 
-    Raises BadPayload where only the payload's checksum is wrong and FrameError for everything else that is not
+    Raises BadPayload where only COMMIT's checksum is wrong and FrameError for everything else that is not
     exactly a frame. Copies no payload and allocates at most MAX_DECODE_BYTES.
     """
     if not 1 <= len(parts) <= 2:
@@ -230,7 +244,7 @@ def decode(parts: Sequence[Part], *, checked: bool = True) -> Received:
     has_payload = frame_type is Layer or frame_type is Commit
     if has_payload != (len(parts) == 2):
         raise FrameError(f"{frame_type.__name__.upper()} with {len(parts)} parts")
-    checksum = _take(header, "checksum", _CHECKSUM) if has_payload else 0
+    checksum = _take(header, "checksum", _CHECKSUM) if frame_type is Commit else 0
     frame: Frame = frame_type(**{name: _take(header, name, field) for name, field in schema.items()})
     if header:
         raise FrameError(f"unknown field {next(iter(header))!r:.40} in {frame_type.__name__.upper()}")
@@ -239,7 +253,7 @@ def decode(parts: Sequence[Part], *, checked: bool = True) -> Received:
         return Received(frame, _NO_PAYLOAD)
     payload = memoryview(parts[1]).cast("B")
     _check_payload_bytes(frame, payload)
-    if checked and xxh3_64_intdigest(payload) != checksum:
+    if isinstance(frame, Commit) and checked and xxh3_64_intdigest(payload) != checksum:
         raise BadPayload(frame)
     return Received(frame, payload)
 

@@ -1,7 +1,9 @@
 """One transfer at its receiving link: carries out what its Receiver asks for.
 
-Writes KV through the caller's writer and reads it back for the hashes, block by block as they become complete. Runs
-on the link's thread only. Decides nothing.
+Writes KV through the caller's writer and reads it back at once: what is stored, not what came, is held against the
+frame's checksum, and later against COMMIT's list. So a payload that was damaged on its way may lie in the blocks for a
+moment; they are this transfer's own and nobody reads them before they are verified. Runs on the link's thread only.
+Decides nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from kvtransfer.actions import (
 )
 from kvtransfer.frames import Commit, Layer, Received
 from kvtransfer.integrity import Hashes, hashes_of
-from kvtransfer.layout import KVWriter
+from kvtransfer.layout import KVWriter, ScratchReader
 from kvtransfer.port import FramePort
 from kvtransfer.receiver import Expectation, Receiver
 from kvtransfer.stats import LinkStats
@@ -59,6 +61,8 @@ class IncomingTransfer:
         self._name = expected.transfer.hex()
         self._peer: Peer | None = None  # the ticket's holder, once it was heard
         self._writer: KVWriter | None = None
+        self._reread: ScratchReader | None = None
+        self._layout = expected.layout
         self._integrity = config.integrity
         self._hashes: Hashes | None = None
         self._on_need_blocks = on_need_blocks
@@ -78,6 +82,7 @@ class IncomingTransfer:
     def blocks_leased(self, writer: KVWriter, now: float) -> None:
         if not self.ended:
             self._writer = writer
+            self._reread = ScratchReader(writer, self._layout)
             self._run(self._receiver.blocks_leased(now), self._peer, _NOTHING, now)
 
     def sender_lost(self, epoch: int, error: PdserveError, now: float) -> None:
@@ -106,7 +111,7 @@ class IncomingTransfer:
             self._stats.frames_refused += self._receiver.refused - refused
             self._run(actions, peer, received.payload, now)
 
-    def on_bad_payload(self, peer: Peer, frame: Layer | Commit, now: float) -> None:
+    def on_bad_payload(self, peer: Peer, frame: Commit, now: float) -> None:
         if self._admit(peer, frame.epoch):
             refused = self._receiver.refused
             actions = self._receiver.bad_payload(frame, now)
@@ -128,8 +133,9 @@ class IncomingTransfer:
         for action in actions:
             match action:
                 case Write(frame):
-                    self._write(frame, payload)
-                    self._run(self._receiver.written(frame, now), peer, _NOTHING, now)
+                    good = self._write(frame, payload)
+                    then = self._receiver.written if good else self._receiver.bad_payload
+                    self._run(then(frame, now), peer, _NOTHING, now)
                 case Send(frame):
                     if peer is not None:  # nobody was heard yet: nobody to tell
                         self._port.send(peer, frame)
@@ -154,19 +160,25 @@ class IncomingTransfer:
                     self._stats.transfers_failed += 1
                     self._end(error)
 
-    def _write(self, frame: Layer, payload: memoryview) -> None:
+    def _write(self, frame: Layer, payload: memoryview) -> bool:
+        """Store a frame's payload. False: it was damaged. A store that keeps it otherwise shows in COMMIT's list."""
         assert self._writer is not None
+        assert self._reread is not None
         assert self._hashes is not None
         layer, start, stop = frame.layer, frame.token_start, frame.token_stop
         self._hashes.forget(layer, start, stop)
         self._writer.write(layer, start, stop, payload)
-        self._hashes.present(layer, start, stop)
-        for first, last in self._hashes.unhashed(layer, start, stop):
-            stored = memoryview(self._writer.read(layer, first, last)).cast("B")
-            self._hashes.absorb(layer, first, last, stored)
+        if not self._hashes.verify(layer, start, stop, self._reread, frame.checksum):
+            damaged = self._hashes.absorb(layer, start, stop, payload) != frame.checksum
+            self._hashes.forget(layer, start, stop)
+            if damaged:
+                self._stats.checksum_failures += 1
+                return False
+        self._hashes.complete(layer, start, stop, self._reread)
         self._trace.record(
             "frame_received", transfer=self._name, layer=layer, start=start, stop=stop, bytes=payload.nbytes
         )
+        return True
 
     def _mismatches(self, payload: memoryview) -> list[tuple[int, int]]:
         assert self._hashes is not None
@@ -176,5 +188,6 @@ class IncomingTransfer:
 
     def _end(self, outcome: Sequence[SampledToken] | TakenOver | PdserveError) -> None:
         self._writer = None
+        self._reread = None
         self._hashes = None
         self._on_end(outcome)

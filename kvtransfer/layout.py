@@ -34,8 +34,9 @@ class KVLayout:
 class KVReader(Protocol):
     """Reads one sequence's KV. Called from the link's thread, only for tokens already computed."""
 
-    def read(self, layer: int, start: int, stop: int) -> memoryview:
-        """The canonical bytes of tokens [start, stop) of a layer, in a buffer the caller may keep."""
+    def read_into(self, layer: int, start: int, stop: int, out: memoryview) -> None:
+        """Copy the canonical bytes of tokens [start, stop) of a layer into `out`, which has room for just these. Keeps
+        no reference."""
         ...
 
 
@@ -46,6 +47,23 @@ class KVWriter(Protocol):
         """Store the canonical bytes of tokens [start, stop) of a layer. Copies; keeps no reference."""
         ...
 
-    def read(self, layer: int, start: int, stop: int) -> memoryview:
-        """What is stored, in canonical bytes: for the end-to-end check."""
+    def read_into(self, layer: int, start: int, stop: int, out: memoryview) -> None:
+        """As a reader's, of what is stored: for the end-to-end check."""
         ...
+
+
+class ScratchReader:
+    """Reads KV of a layout into one buffer of its own, for who only looks at it: the next read overwrites the last."""
+
+    def __init__(self, source: KVReader | KVWriter, layout: KVLayout) -> None:
+        self._source = source
+        self._layout = layout
+        self._buffer = memoryview(b"")
+
+    def __call__(self, layer: int, start: int, stop: int) -> memoryview:
+        byte_count = self._layout.payload_bytes(stop - start)
+        if byte_count > len(self._buffer):
+            self._buffer = memoryview(bytearray(byte_count))
+        out = self._buffer[:byte_count]
+        self._source.read_into(layer, start, stop, out)
+        return out

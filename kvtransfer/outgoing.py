@@ -1,16 +1,17 @@
 """One transfer at its sending link: carries out what its Sender asks for.
 
-Reads KV through the caller's reader, hashes it and passes it on. Runs on the link's thread only. Decides nothing.
+Has KV read to where it is sent from, hashes it there and passes it on. Runs on the link's thread only. Decides nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from kvtransfer.actions import Failed, Finished, Send, SendCommit, SenderAction, SendLayer
 from kvtransfer.frames import Commit, Frame, Open
 from kvtransfer.integrity import Hashes, hashes_of
-from kvtransfer.layout import KVReader
+from kvtransfer.layout import KVReader, ScratchReader
 from kvtransfer.port import FramePort
 from kvtransfer.sender import Sender
 from kvtransfer.stats import LinkStats
@@ -44,6 +45,7 @@ class OutgoingTransfer:
         self._offer = offer
         self._name = offer.transfer.hex()
         self._reader: KVReader | None = reader
+        self._reread: ScratchReader | None = ScratchReader(reader, offer.layout)
         self._hashes: Hashes | None = hashes_of(offer, integrity)
         self._opened = False
         self._on_end = on_end
@@ -103,33 +105,31 @@ class OutgoingTransfer:
         assert self._hashes is not None
         frame = action.frame
         layer, start, stop = frame.layer, frame.token_start, frame.token_stop
-        payload = memoryview(self._reader.read(layer, start, stop)).cast("B")
-        self._port.send(self.peer, frame, payload)
+        payload = self._port.buffer(self.peer, frame.payload_bytes)
+        self._reader.read_into(layer, start, stop, payload)
+        checksum = self._hashes.absorb(layer, start, stop, payload)
+        self._port.send(self.peer, replace(frame, checksum=checksum), payload)
         self._trace.record("frame_sent", transfer=self._name, layer=layer, start=start, stop=stop, bytes=payload.nbytes)
         if action.resend:
             self._stats.frames_resent += 1
             self._stats.bytes_resent += payload.nbytes
-        self._hashes.absorb(layer, start, stop, payload)
-        self._hash(layer, start, stop)  # blocks that go in pieces
+        self._complete(layer, start, stop)  # blocks that go in pieces
 
     def _send_commit(self, tokens: tuple[SampledToken, ...]) -> None:
         assert self._hashes is not None
         for layer in range(self._offer.layout.layer_count):  # blocks that need not go: the receiver has them
-            self._hash(layer, self._offer.token_start, self._offer.token_stop)
+            self._complete(layer, self._offer.token_start, self._offer.token_stop)
         hashes = self._hashes.packed()
         self._port.send(self.peer, Commit(self._offer.transfer, self._offer.epoch, tokens, len(hashes)), hashes)
         self._trace.record("transfer_commit", transfer=self._name, side="sender")
 
-    def _hash(self, layer: int, start: int, stop: int) -> None:
-        """Read and hash what [start, stop), now ready, completes of blocks that have no hash yet."""
-        assert self._reader is not None
+    def _complete(self, layer: int, start: int, stop: int) -> None:
+        assert self._reread is not None
         assert self._hashes is not None
-        self._hashes.present(layer, start, stop)
-        for first, last in self._hashes.unhashed(layer, start, stop):
-            whole = memoryview(self._reader.read(layer, first, last)).cast("B")
-            self._hashes.absorb(layer, first, last, whole)
+        self._hashes.complete(layer, start, stop, self._reread)
 
     def _end(self, error: PdserveError | None) -> None:
         self._reader = None
+        self._reread = None
         self._hashes = None
         self._on_end(error)

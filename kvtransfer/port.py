@@ -15,6 +15,10 @@ class FramePort:
         self._checked = checked
         self._stats = stats
 
+    def buffer(self, peer: Peer, byte_count: int) -> memoryview:
+        """Where to write the payload that is sent next, so that it needs no copy."""
+        return self._transport.buffer(peer, byte_count)
+
     def send(self, peer: Peer, frame: Frame, payload: Part | None = None) -> None:
         parts = encode(frame, payload, checked=self._checked)
         self._transport.send(peer, parts)

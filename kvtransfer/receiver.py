@@ -143,7 +143,8 @@ class Receiver:
         return self._guarded(handler, frame)
 
     def bad_payload(self, frame: Layer | Commit, now: float) -> list[ReceiverAction]:
-        """A frame came whose header is good and whose payload is not: ask for it again."""
+        """A frame came whose header is good and whose payload is not: ask for it again. Of a LAYER this is the
+        other answer to Write, which may have overwritten what lay there."""
         if frame.epoch != self.epoch or self.state is not ReceiverState.RECEIVING:
             self.refused += 1
             return []
@@ -191,6 +192,7 @@ class Receiver:
             return []
         self._covered[frame.layer].add(frame.token_start, frame.token_stop)
         self._fruitless_rounds = 0
+        self._bad_payloads = 0
         return self._consume(frame.spent)
 
     def verified(self, mismatches: Sequence[tuple[int, int]], now: float) -> list[ReceiverAction]:
@@ -267,7 +269,6 @@ class Receiver:
 
     def _layer(self, frame: Layer) -> list[ReceiverAction]:
         self._check_place(frame)
-        self._bad_payloads = 0
         if self._covered[frame.layer].covers(frame.token_start, frame.token_stop):
             return self._consume(frame.spent)
         if frame.spent > self.credit.granted:
@@ -281,9 +282,8 @@ class Receiver:
         if isinstance(frame, Commit):
             return [self._nack(())]
         self._check_place(frame)
+        self._covered[frame.layer].discard(frame.token_start, frame.token_stop)
         actions = self._consume(frame.spent)
-        if self._covered[frame.layer].covers(frame.token_start, frame.token_stop):
-            return actions
         return [self._nack(((frame.layer, frame.token_start, frame.token_stop),)), *actions]
 
     def _commit(self, frame: Commit) -> list[ReceiverAction]:

@@ -129,6 +129,9 @@ class Export:
         self._release.finish()
         self._link.commit(self._ticket.transfer_id, tokens)
 
+    def on_preempted(self, sequence: Sequence) -> None:
+        raise AssertionError("a sequence that exports its KV is pinned")
+
     def on_abort(self, sequence: Sequence, error: PdserveError) -> None:
         self._link.abort_sender(self._ticket.transfer_id, error)
 
@@ -144,9 +147,9 @@ class Export:
 
     # The link's thread.
 
-    def read(self, layer: int, start: int, stop: int) -> memoryview:
+    def read_into(self, layer: int, start: int, stop: int, out: memoryview) -> None:
         assert self._kv is not None, "nothing is ready before the blocks are leased"
-        return self._kv.read(layer, start, stop)
+        self._kv.read_into(layer, start, stop, out)
 
     def _on_transfer_end(self, error: PdserveError | None) -> None:
         if error is not None:

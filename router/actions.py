@@ -9,6 +9,18 @@ from pdserve.types import Finish, Owner, SampledToken, SamplingParams, Ticket
 
 
 @dataclass(frozen=True, slots=True)
+class Standing:
+    """How an output stands beyond its tokens: what whoever goes on with it has to know. Empty fingerprints: nobody has
+    computed anything yet. `crashed_at`: how many tokens it had when the last of `crashes` workers crashed under it."""
+
+    prompt_fingerprint: str = ""
+    output_fingerprint: str = ""
+    exact: bool = True
+    crashes: int = 0
+    crashed_at: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """What a client asked for, validated and tokenised."""
 
@@ -17,6 +29,7 @@ class Request:
     params: SamplingParams
     received_ids: tuple[tuple[int, ...], ...] = ((),)  # of each output, what the client has from another router
     tenant: str = "default"
+    standings: tuple[Standing, ...] = ()  # of each output at the other router, where that is known
 
     @property
     def n(self) -> int:
@@ -88,6 +101,15 @@ class Accept:
 
 
 @dataclass(frozen=True, slots=True)
+class Stands:
+    """For the client to pass on, should it lose this router."""
+
+    request_id: str
+    output: int
+    standing: Standing
+
+
+@dataclass(frozen=True, slots=True)
 class Retry:
     """For the log: an attempt failed and another will be made."""
 
@@ -107,4 +129,5 @@ class End:
     exact: bool
 
 
-Action = StartDecode | StartPrefill | SenderLost | PrefillLocally | Abort | Accept | Fallback | Retry | End
+Action = StartDecode | StartPrefill | SenderLost | PrefillLocally | Abort | Accept | Stands | Fallback | Retry | End
+StreamEvent = Accept | Stands | End

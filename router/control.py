@@ -25,8 +25,10 @@ from router.actions import (
     Request,
     Retry,
     SenderLost,
+    Stands,
     StartDecode,
     StartPrefill,
+    StreamEvent,
 )
 from router.dispatch import Dispatch
 from router.membership import Membership
@@ -53,11 +55,11 @@ class Session(Protocol):
 
 
 class Stream(Protocol):
-    """Where a client's events go: Accepts, and one End for each output. Must not block."""
+    """Where a client's events go: Accepts, Stands, and one End for each output. Must not block."""
 
     request_id: str
 
-    def put(self, event: Accept | End) -> bool:
+    def put(self, event: StreamEvent) -> bool:
         """Take an event; True if it is the last one."""
         ...
 
@@ -214,7 +216,7 @@ class Control:
                 case Abort():
                     abort = pb.Abort(owner=convert.owner_to_proto(action.owner))
                     self._send(action.worker, pb.RouterMessage(abort=abort))
-                case Accept():
+                case Accept() | Stands():
                     self._streams[action.request_id].put(action)
                 case End():
                     if self._streams[action.request_id].put(action):

@@ -49,6 +49,8 @@ from router.actions import (
     Request,
     Retry,
     SenderLost,
+    Standing,
+    Stands,
     StartDecode,
     StartPrefill,
 )
@@ -73,6 +75,7 @@ class _Attempt:
     decode: str | None
     prefill: str | None = None
     epoch: int = 0  # of the latest ticket
+    shares: bool = False  # its prompt's KV is another output's
 
     def workers(self) -> list[str]:
         return [worker for worker in (self.decode, self.prefill) if worker is not None]
@@ -103,6 +106,17 @@ class _InFlight:
     eos_token_ids: tuple[int, ...] = ()
     output_fingerprint: str | None = None
     exact: bool = True
+    told: Standing = field(default_factory=Standing)  # what the client knows of it
+
+    @property
+    def standing(self) -> Standing:
+        return Standing(
+            self.prompt.fingerprint or "",
+            self.output_fingerprint or "",
+            self.exact,
+            self.suspicion.crashes,
+            self.suspicion.output_count,
+        )
 
     @property
     def recovering(self) -> bool:
@@ -147,8 +161,7 @@ class Dispatch:
             raise FailedPrecondition(
                 f"this prompt crashed several workers; it is refused for another {refused_s:.0f} s"
             )
-        prompt = _Prompt()
-        entries = [_InFlight(request, i, prompt, output_ids=list(ids)) for i, ids in enumerate(request.received_ids)]
+        entries = _entries(request)
         self._requests.update(((request.request_id, entry.output), entry) for entry in entries)
         return [action for entry in entries for action in self._place(entry, now)]
 
@@ -181,7 +194,8 @@ class Dispatch:
         self._note_prompt(entry, worker)
         entry.deadline = None
         entry.attempt.prefill = None
-        return [Fallback(owner, "local", reason)]
+        told = self._tell(entry) if entry.output_ids else []
+        return [Fallback(owner, "local", reason), *told]
 
     def on_tokens(
         self, worker: str, owner: Owner, first_position: int, tokens: tuple[SampledToken, ...], now: float
@@ -193,6 +207,8 @@ class Dispatch:
             gap = ProtocolError(f"{worker} sent output token {first_position} where {len(entry.output_ids)} is next")
             return self._fail_attempt(entry, gap, worker, now)
         first_of_attempt = entry.phase is not Phase.DECODE
+        if first_of_attempt and entry.attempt.shares:  # the prompt's last token, at least, was computed here
+            self._note_prompt(entry, worker)
         entry.phase = Phase.DECODE
         entry.deadline = None
         entry.attempt.prefill = None
@@ -201,7 +217,9 @@ class Dispatch:
         entry.suspicion.progressed(len(entry.output_ids))
         self._note_success(worker)
         accept = Accept(entry.request.request_id, entry.output, tokens)
-        return [accept, *self._place_waiting(now)] if first_of_attempt else [accept]  # others may recover now
+        if not first_of_attempt:
+            return [accept]
+        return [*self._tell(entry), accept, *self._place_waiting(now)]  # others may recover now
 
     def on_terminal(self, worker: str, owner: Owner, outcome: Finish | PdserveError | None, now: float) -> list[Action]:
         """A worker's work for an owner has ended. None: a prefill that was delivered."""
@@ -232,6 +250,7 @@ class Dispatch:
                 continue
             if crashed:
                 entry.suspicion.crashed(len(entry.output_ids))
+                actions += self._tell(entry)
             if worker == entry.attempt.decode:
                 entry.attempt.decode = None
                 actions += self._fail_attempt(entry, lost, worker, now)
@@ -278,6 +297,13 @@ class Dispatch:
             return None
         return entry
 
+    def _tell(self, entry: _InFlight) -> list[Action]:
+        """Let the client know how an output stands, if it does not."""
+        if entry.standing == entry.told:
+            return []
+        entry.told = entry.standing
+        return [Stands(entry.request.request_id, entry.output, entry.told)]
+
     def _outputs(self, request_id: str) -> list[_InFlight]:
         """What is in flight of a request."""
         return [entry for entry in self._requests.values() if entry.request.request_id == request_id]
@@ -316,7 +342,7 @@ class Dispatch:
         self._attempts += 1
         request = entry.request
         owner = Owner(request.tenant, request.request_id, self._incarnation, self._attempts, entry.output)
-        entry.attempt = _Attempt(owner, decode)
+        entry.attempt = _Attempt(owner, decode, shares=share is not None)
         alone = self._computes_alone(entry, decode) or self._policy.choose_prefill(wish, candidates) is None
         local = share is not None or alone
         if local and share is None:
@@ -473,3 +499,19 @@ class Dispatch:
         aborts = self._abort_attempt(entry) if entry.attempt else []
         del self._requests[entry.request.request_id, entry.output]
         return [*aborts, End(entry.request.request_id, entry.output, outcome, entry.attempts, entry.exact)]
+
+
+def _entries(request: Request) -> list[_InFlight]:
+    """The outputs of a request, as they stand."""
+    standings = request.standings or (Standing(),) * request.n
+    known = next((standing.prompt_fingerprint for standing in standings if standing.prompt_fingerprint), None)
+    prompt = _Prompt(known)
+    entries: list[_InFlight] = []
+    for output, (ids, standing) in enumerate(zip(request.received_ids, standings, strict=True)):
+        suspicion = Suspicion(standing.crashes, standing.crashed_at)
+        suspicion.progressed(len(ids))
+        entry = _InFlight(request, output, prompt, output_ids=list(ids), suspicion=suspicion, exact=standing.exact)
+        entry.output_fingerprint = standing.output_fingerprint or None
+        entry.told = entry.standing
+        entries.append(entry)
+    return entries

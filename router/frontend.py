@@ -23,7 +23,7 @@ from pdserve.errors import Cancelled, InvalidArgument, NotFound, PdserveError, R
 from pdserve.rpc import inference_pb2 as pb
 from pdserve.rpc.inference_pb2_grpc import InferenceServicer
 from pdserve.types import Finish, FinishReason, ModelLimits, SampledToken, Usage
-from router.actions import Accept, End, Request
+from router.actions import Accept, End, Request, Standing, Stands, StreamEvent
 from router.text import ChatMessage, Detokenizer, StopStrings, Tokenizer
 from router.validation import GenerateParams, ResolvedRequest, check_chat, check_prompt_text, resolve_request
 
@@ -36,11 +36,11 @@ _FINISH_REASONS = {
 
 
 class Events(Protocol):
-    """What happens to one request: Accepts, then an End."""
+    """What happens to one request: Accepts and Stands, then an End."""
 
     request_id: str
 
-    def __aiter__(self) -> AsyncIterator[Accept | End]: ...
+    def __aiter__(self) -> AsyncIterator[StreamEvent]: ...
 
 
 class RouterCalls(Protocol):
@@ -124,9 +124,7 @@ class Frontend(InferenceServicer):
         try:
             resolved = await self._resolve(request)
             resumed = request.HasField("resume")
-            events = self._router.submit(
-                Request(resolved.request_id, resolved.prompt_ids, resolved.sampling, resolved.received_ids), resumed
-            )
+            events = self._router.submit(work_of(resolved, request.resume), resumed)
         except PdserveError as error:
             await _abort(context, error)
         try:
@@ -191,7 +189,9 @@ class Frontend(InferenceServicer):
             self._finish_at_stop(events, output)
         async for event in events:
             output = outputs[event.output]
-            if isinstance(event, Accept) and output.stop is None:
+            if isinstance(event, Stands):
+                yield pb.GenerateResponse(standing=_standing(event))
+            elif isinstance(event, Accept) and output.stop is None:
                 yield pb.GenerateResponse(delta=output.push(event.tokens))
                 self._finish_at_stop(events, output)
             elif isinstance(event, End):
@@ -216,6 +216,39 @@ class Frontend(InferenceServicer):
     def _finish_at_stop(self, events: Events, output: Output) -> None:
         if output.stop is not None:
             self._router.finish(events, output.index, Finish(FinishReason.STOP, stop=output.stop))
+
+
+def work_of(resolved: ResolvedRequest, resume: pb.Resume) -> Request:
+    """What the attempt loop is asked for."""
+    known = {message.output_index: message for message in resume.standings}
+    standings = tuple(_standing_of(known.get(index)) for index in range(len(resolved.received_ids)))
+    return Request(
+        resolved.request_id, resolved.prompt_ids, resolved.sampling, resolved.received_ids, standings=standings
+    )
+
+
+def _standing_of(message: pb.Standing | None) -> Standing:
+    if message is None:
+        return Standing()
+    return Standing(
+        message.prompt_fingerprint,
+        message.output_fingerprint,
+        not message.inexact,
+        message.crashes,
+        message.crashed_at,
+    )
+
+
+def _standing(event: Stands) -> pb.Standing:
+    standing = event.standing
+    return pb.Standing(
+        output_index=event.output,
+        prompt_fingerprint=standing.prompt_fingerprint,
+        output_fingerprint=standing.output_fingerprint,
+        inexact=not standing.exact,
+        crashes=standing.crashes,
+        crashed_at=standing.crashed_at,
+    )
 
 
 def _params(request_id: str, model: str, sampling: pb.SamplingParams) -> GenerateParams:

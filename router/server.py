@@ -24,7 +24,7 @@ from pdserve.config import RouterConfig
 from pdserve.errors import ConfigError, NotFound, PdserveError, Unavailable
 from pdserve.rpc import cluster_pb2_grpc, convert, inference_pb2, inference_pb2_grpc
 from pdserve.types import Finish, ModelLimits, Role
-from router.actions import Accept, End, Request
+from router.actions import End, Request, StreamEvent
 from router.control import TICK_S, Control
 from router.frontend import Frontend
 from router.sessions import Sessions
@@ -51,15 +51,15 @@ class RequestStream:
     def __init__(self, request_id: str, n: int) -> None:
         self.request_id = request_id
         self._left = n
-        self._events: asyncio.Queue[Accept | End] = asyncio.Queue()
+        self._events: asyncio.Queue[StreamEvent] = asyncio.Queue()
 
-    def put(self, event: Accept | End) -> bool:
+    def put(self, event: StreamEvent) -> bool:
         """Add an event; True if it is the last one."""
         self._events.put_nowait(event)
         self._left -= isinstance(event, End)
         return self._left == 0
 
-    async def __aiter__(self) -> AsyncIterator[Accept | End]:
+    async def __aiter__(self) -> AsyncIterator[StreamEvent]:
         """All events in order, until each output has had its End."""
         while self._left or not self._events.empty():
             yield await self._events.get()

@@ -12,46 +12,52 @@ from kvtransfer.incoming import IncomingTransfer
 from kvtransfer.outgoing import OutgoingTransfer
 from router.dispatch import Phase
 
-_MAX_UNREAD = 10_000
+_OVER_LIMIT = 2  # a session's first message and the connection's end are beside its outbox
 
 
-def check_worker(worker: SimulatedWorker) -> None:
+def check_worker(worker: SimulatedWorker, max_unsent: int) -> None:
     """The pool's books, the blocks of transfers under way, the limits of all queues, and nobody's bug swallowed."""
-    worker.engine.pool.check_integrity()
+    if worker.engine.pool_touched:
+        worker.engine.pool.check_integrity()
+        worker.engine.pool_touched = False
     name = worker.process.name
     for owner, kv in _views(worker):
         leased = worker.engine.pool.leased_to(owner)
-        if not set(kv.blocks) <= set(leased):
+        if leased[: len(kv.blocks)] != kv.blocks and not set(kv.blocks) <= set(leased):
             raise Violation(f"{name}: a transfer of {owner} is under way, and its blocks are not leased any more")
     if worker.link._stats.internal_errors:
         raise Violation(f"{name}: the link met an error it should not")
     for what, count in (
-        ("prompts queued", len(worker.prefill.owners())),
-        ("requests queued", len(worker.decode.owners())),
+        ("prompts queued", len(worker.prefill._exports)),
+        ("requests queued", len(worker.decode._imports)),
         ("outgoing transfers", worker.link._outgoing.taken),
         ("incoming transfers", worker.link._incoming.taken),
     ):
         if count > worker.max_queued:
             raise Violation(f"{name}: {count} {what}, the limit is {worker.max_queued}")
     for wire in worker.process.wires:
-        if max(wire.unread.values()) > _MAX_UNREAD:
+        if max(wire.unread.values()) > max_unsent + _OVER_LIMIT:
             raise Violation(f"{name}: a session has more unread messages than its outbox takes")
 
 
 def check_router(router: SimulatedRouter) -> None:
     """Each request in flight has its stream and somebody or some time to wait for; there are not more than allowed."""
     dispatch = router.control.dispatch
-    streams, requests = len(router.control._streams), len(dispatch)
+    streams = len(router.control._streams)
+    requests = len({entry.request.request_id for entry in dispatch._requests.values()})
     if streams != requests:
         raise Violation(f"{router.process.name}: {requests} requests have {streams} streams")
+    for stream in router.calls:
+        if stream.waiting_count > stream.most_events:
+            raise Violation(f"{router.process.name}: {stream.waiting_count} events wait for {stream.request_id}")
     for entry in dispatch._requests.values():  # the timer looks after those that wait for a place
         waits = entry.phase is Phase.PLACING or (
             entry.attempt is not None and entry.attempt.decode in router.control._sessions
         )
         if not waits:
             raise Violation(f"{router.process.name}: {entry.request.request_id} waits for nobody")
-    if requests > router.config.max_requests:
-        raise Violation(f"{router.process.name}: {requests} requests, the limit is {router.config.max_requests}")
+    if len(dispatch) > router.config.max_requests:
+        raise Violation(f"{router.process.name}: {len(dispatch)} outputs, the limit is {router.config.max_requests}")
 
 
 def check_credit(sending: SimulatedWorker, workers: Iterable[SimulatedWorker]) -> None:

@@ -12,6 +12,7 @@ from kvtransfer.frames import FrameError, decode
 from kvtransfer.transports.base import Message
 from pdserve.clock import Clock, ManualClock
 from pdserve.rpc import cluster_pb2 as pb
+from pdserve.rpc import inference_pb2
 
 _SHOWN = frozenset(("epoch", "layer", "token_start", "token_stop", "spent", "total", "reply", "ranges", "message"))
 _PRODUCT = logging.getLogger("pdserve")
@@ -53,6 +54,9 @@ def _describe(detail: object) -> str:
     match detail:
         case None:
             return ""
+        case inference_pb2.GenerateResponse():
+            kind = detail.WhichOneof("event")
+            return "" if kind in (None, "started") else " ".join(str(getattr(detail, kind)).split())
         case pb.WorkerMessage() | pb.RouterMessage():
             return _describe_message(detail)
         case Message():
@@ -73,7 +77,8 @@ def _describe_message(message: pb.WorkerMessage | pb.RouterMessage) -> str:
 
 
 def _owner(owner: pb.Owner) -> str:
-    return f"{owner.request_id}@{owner.router}/{owner.attempt}"
+    output = f"[{owner.output}]" if owner.output else ""
+    return f"{owner.request_id}{output}@{owner.router}/{owner.attempt}"
 
 
 def _describe_frame(message: Message) -> str:

@@ -9,22 +9,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from bench.simulation.oracle import EOS, VOCAB_SIZE, Oracle, Script, Violation
+from bench.simulation.oracle import COLOUR, EOS, VOCAB_SIZE, Oracle, Provenance, Script, Violation, logits_after
 from engine.blocks import BlockPool
 from engine.engine import Engine
 from engine.sequence import Phase, Sequence
 from kernels.ops import AfterLayer, CacheShape, SequenceRows, StepBatch
 from kvtransfer.layout import KVLayout
 from pdserve.config import EngineConfig
-from pdserve.types import Owner
+from pdserve.types import Owner, SampledToken
 
 LAYERS = 2
 LAYOUT = KVLayout(layer_count=LAYERS, kv_heads=1, head_dim=2, dtype="float32")  # one 64-bit tag is a row
 TOKEN_BYTES = LAYOUT.payload_bytes(1)
+_ANY_COLOUR = np.array([0, COLOUR], np.uint64)  # K, V
+
+
+class Poisoned(BaseException):
+    """What a step computes crashes the process."""
 
 
 class TagStore:
@@ -33,13 +39,16 @@ class TagStore:
     def __init__(self, block_count: int, block_tokens: int) -> None:
         self.shape = CacheShape(LAYERS, block_count, block_tokens, LAYOUT.kv_heads, LAYOUT.head_dim, torch.float32)
         self.cache = np.zeros((LAYERS, block_count * block_tokens, 2), np.uint64)
+        self._block_of, self._within = np.divmod(np.arange(block_count * block_tokens), block_tokens)
 
     def slots(self, blocks: ListLike[int], start: int, stop: int) -> np.ndarray:
         """Where tokens [start, stop) of a sequence with these blocks are."""
-        positions = np.arange(start, stop)
-        return np.asarray(blocks)[positions // self.shape.block_tokens] * self.shape.block_tokens + (
-            positions % self.shape.block_tokens
-        )
+        return np.asarray(blocks)[self._block_of[start:stop]] * self.shape.block_tokens + self._within[start:stop]
+
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        """Copy the first tokens of a block into another one."""
+        size = self.shape.block_tokens
+        self.cache[:, target * size : target * size + tokens] = self.cache[:, source * size : source * size + tokens]
 
     def wipe(self, blocks: ListLike[int]) -> None:
         size = self.shape.block_tokens
@@ -64,14 +73,18 @@ class _ModelShape:
 
 
 class OracleDecoder:
-    """Computes tags and the oracle's next tokens, from the cache as a real model would. `between_layers` is called
-    after each layer: what other threads of a worker do while a step runs."""
+    """Computes tags and their logits, from the cache as a real model would.
 
-    def __init__(self, oracle: Oracle, store: TagStore, between_layers: Callable[[], None]) -> None:
+    `between_layers` is called after each layer: what other threads of a worker do while a step runs. `colour`: which
+    kind of worker this is, 0 or 1.
+    """
+
+    def __init__(self, oracle: Oracle, store: TagStore, between_layers: Callable[[], None], colour: int) -> None:
         self.config = _ModelShape()
         self._oracle = oracle
         self._store = store
         self._between_layers = between_layers
+        self._mask = np.array([2**64 - 1, 2**64 - 2 + colour], np.uint64)  # K, V: what it leaves of the right tags
         self.broken = False  # the next pass raises
 
     def forward(self, batch: StepBatch, cache: np.ndarray, after_layer: AfterLayer | None = None) -> Logits:
@@ -85,33 +98,41 @@ class OracleDecoder:
         for layer in range(LAYERS):
             for rows, slots, script in parts:
                 stop = rows.start + rows.count
-                cache[layer, slots[rows.start :]] = script.tags[layer, rows.start : stop]
+                cache[layer, slots[rows.start :]] = script.tags[layer, rows.start : stop] & self._mask
             if after_layer is not None:
                 after_layer(layer)
             self._between_layers()
             for rows, slots, script in parts:
-                if not np.array_equal(cache[layer, slots], script.tags[layer, : rows.start + rows.count]):
+                if not same_tags(cache[layer, slots], script.tags[layer, : rows.start + rows.count]):
                     raise Violation(f"a step of {script.request_id} read KV that is not its own in layer {layer}")
         return self._logits(batch, [(rows, script) for rows, _, script in parts])
 
     def _script(self, rows: SequenceRows, batch: StepBatch, cache: np.ndarray) -> Script:
         """Whose rows these are, by the KV before them."""
         tag = int(cache[0, self._store.slots(rows.blocks, rows.start - 1, rows.start)[0], 0]) if rows.start else 0
-        script, position = self._oracle.at(tag, batch.token_ids[rows.row])
-        token_ids = script.token_ids[rows.start : rows.start + rows.count]
-        if position != rows.start or token_ids != tuple(batch.token_ids[rows.row : rows.row + rows.count]):
+        script, last = self._oracle.at(tag, batch.token_ids[rows.row : rows.row + rows.count])
+        if last != rows.start + rows.count - 1:
             raise Violation(f"a step of {script.request_id} computes other tokens than its own from {rows.start} on")
+        deadly = self._oracle.poison.get(script.request_id)
+        if deadly is not None and rows.start <= deadly <= last:
+            self._oracle.poisoned[script.request_id] += 1
+            raise Poisoned(script.request_id)
         return script
 
     def _logits(self, batch: StepBatch, parts: list[tuple[SequenceRows, Script]]) -> Logits:
         ends = {rows.row + rows.count - 1: (rows.start + rows.count, script) for rows, script in parts}
-        logits = np.zeros((len(batch.logit_rows), VOCAB_SIZE), np.float32)
+        logits = np.empty((len(batch.logit_rows), VOCAB_SIZE), np.float32)
         for index, row in enumerate(batch.logit_rows):
             position, script = ends[row]
             if position >= len(script.token_ids):
                 raise Violation(f"{script.request_id} is sampled beyond its end")
-            logits[index, script.token_ids[position]] = 1.0
+            logits[index] = logits_after(int(script.tags[0, position - 1, 0]))
         return Logits(logits)
+
+
+def same_tags(found: np.ndarray, right: np.ndarray) -> bool:
+    """Whether tags [..., K or V] are the right ones, whoever computed them."""
+    return np.array_equal(found | _ANY_COLOUR, right)
 
 
 class SimulatedEngine(Engine):
@@ -123,13 +144,21 @@ class SimulatedEngine(Engine):
         config: EngineConfig,
         block_count: int,
         between_layers: Callable[[], None],
+        colour: int = 0,
     ) -> None:
         store = TagStore(block_count, config.block_tokens)
-        decoder = OracleDecoder(oracle, store, between_layers)
+        decoder = OracleDecoder(oracle, store, between_layers, colour)
         self.preemptions = 0
+        self.prompts_shared = 0
         super().__init__(decoder, store, config, max_model_len=block_count * config.block_tokens)  # type: ignore[arg-type]
         self._oracle = oracle
+        self.pool_touched = True  # since somebody last looked at its books
+        for name in ("lease", "share"):
+            setattr(self._pool, name, self._touching(getattr(self._pool, name)))
         self._pool.give_back = self._give_back_wiped  # type: ignore[method-assign]
+        if oracle.mixed:
+            self._sample = self._runner._sample
+            self._runner._sample = self._sample_noted  # type: ignore[method-assign]
 
     @property
     def pool(self) -> BlockPool:
@@ -147,9 +176,27 @@ class SimulatedEngine(Engine):
         return self._scheduler.has_work()
 
     def sequence_kv(self, sequence: Sequence) -> CheckedKV:
-        return CheckedKV(self, sequence.owner, tuple(sequence.blocks), self._oracle.script(sequence.owner.request_id))
+        script = self._oracle.script(sequence.owner.request_id, sequence.owner.output)
+        return CheckedKV(self, sequence.owner, tuple(sequence.blocks), script)
+
+    def _sample_noted(self, logits: np.ndarray, sequence: Sequence) -> SampledToken:
+        """Note who computed the KV that this token follows from."""
+        colours = self.store.cache[0, self.store.slots(sequence.blocks, 0, sequence.known), 1] & COLOUR
+        prompt, output = colours[: sequence.prompt_count], colours[sequence.prompt_count :]
+        provenance = Provenance(frozenset(prompt.tolist()), frozenset(output.tolist()))
+        self._oracle.note(sequence.owner, sequence.output_count, provenance)
+        return self._sample(logits, sequence)
+
+    def _touching(self, change: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any) -> Any:
+            self.pool_touched = True
+            self.prompts_shared += change.__name__ == "share"
+            return change(*args)
+
+        return noted
 
     def _give_back_wiped(self, owner: Owner) -> int:
+        self.pool_touched = True
         blocks = self._pool.leased_to(owner)
         self.preemptions += self._sequences[owner].phase is not Phase.ENDED
         freed = BlockPool.give_back(self._pool, owner)
@@ -158,27 +205,31 @@ class SimulatedEngine(Engine):
 
 
 class CheckedKV:
-    """One sequence's KV as a transfer sees it, in the wire's canonical bytes: all K, then all V."""
+    """One sequence's KV as a transfer sees it, in the wire's canonical bytes: all K, then all V.
+
+    What a sender reads must be right. A receiver may store what was damaged on its way, and reads it back to find that
+    out; whether it goes on with it is seen where a step reads it."""
 
     def __init__(self, engine: SimulatedEngine, owner: Owner, blocks: tuple[int, ...], script: Script) -> None:
         self.owner = owner
         self.blocks = blocks
         self._engine = engine
         self._script = script
+        self._receives = False
 
-    def read(self, layer: int, start: int, stop: int) -> memoryview:
+    def read_into(self, layer: int, start: int, stop: int, out: memoryview) -> None:
         self._check_lease("reads", start, stop)
         store = self._engine.store
-        found = np.ascontiguousarray(store.cache[layer, store.slots(self.blocks, start, stop)].T)
-        self._check_tags("reads", found, layer, start, stop)
-        return memoryview(found).cast("B")
+        found = store.cache[layer, store.slots(self.blocks, start, stop)].T
+        if not self._receives:
+            self._check_tags(found, layer, start, stop)
+        np.frombuffer(out, np.uint64).reshape(2, -1)[:] = found
 
     def write(self, layer: int, start: int, stop: int, payload: memoryview) -> None:
+        self._receives = True
         self._check_lease("writes", start, stop)
-        tags = np.frombuffer(payload, np.uint64).reshape(2, -1)
-        self._check_tags("writes", tags, layer, start, stop)
         store = self._engine.store
-        store.cache[layer, store.slots(self.blocks, start, stop)] = tags.T
+        store.cache[layer, store.slots(self.blocks, start, stop)] = np.frombuffer(payload, np.uint64).reshape(2, -1).T
 
     def _check_lease(self, verb: str, start: int, stop: int) -> None:
         size = self._engine.store.shape.block_tokens
@@ -187,6 +238,6 @@ class CheckedKV:
             if block not in leased:
                 raise Violation(f"a transfer {verb} block {block} for {self.owner}, which has no lease of it")
 
-    def _check_tags(self, verb: str, tags: np.ndarray, layer: int, start: int, stop: int) -> None:
-        if not np.array_equal(tags, self._script.tags[layer, start:stop].T):
-            raise Violation(f"a transfer {verb} KV of {self.owner} that is not whole: layer {layer}, [{start}, {stop})")
+    def _check_tags(self, tags: np.ndarray, layer: int, start: int, stop: int) -> None:
+        if not same_tags(tags.T, self._script.tags[layer, start:stop]):
+            raise Violation(f"a transfer reads KV of {self.owner} that is not whole: layer {layer}, [{start}, {stop})")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from bench.simulation.timeline import Process, Timeline
-from kvtransfer.transports.base import Event, Message, Part, Peer
+from kvtransfer.transports.base import Event, Message, Part, Peer, fresh_buffer
 
 _NOTICE_S = (0.001, 0.05, 0.6)
 
@@ -21,7 +21,8 @@ _NOTICE_S = (0.001, 0.05, 0.6)
 @dataclass(frozen=True, slots=True)
 class Conditions:
     """`delay_s`: the usual range between two hosts. The others are chances for each message of the KV wire; one that is
-    `late` takes up to `late_s` more, so later ones overtake it."""
+    `late` takes up to `late_s` more, so later ones overtake it. `max_unsent`: how many messages wait for a peer of a
+    session before that one counts as too slow."""
 
     delay_s: tuple[float, float] = (0.0002, 0.001)
     lost: float = 0.0
@@ -29,6 +30,7 @@ class Conditions:
     damaged: float = 0.0
     late: float = 0.0
     late_s: float = 0.1
+    max_unsent: int = 10_000
 
     def healed(self) -> Conditions:
         return Conditions(delay_s=self.delay_s)
@@ -204,6 +206,9 @@ class SimulatedTransport:
 
     def disconnect(self, peer: Peer) -> None:
         pass
+
+    def buffer(self, peer: Peer, byte_count: int) -> memoryview:
+        return fresh_buffer(byte_count)
 
     def send(self, peer: Peer, parts: Sequence[Part]) -> None:
         direction = b"<" if peer[:1] == b">" else b">"

@@ -1,30 +1,42 @@
-"""One start of a simulated router: the real Control, with a timer, sessions and streams to its clients."""
+"""One start of a simulated router: the real Control and front, with a timer, sessions and calls of its clients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+from bench.simulation.front import Caller, FrontCall, SimulatedStream
 from bench.simulation.network import Death, Fabric, Wire, kill
-from bench.simulation.oracle import Script, Violation
+from bench.simulation.oracle import Oracle, Provenance, Script
+from bench.simulation.text import Letters
 from bench.simulation.timeline import Process
 from pdserve.config import RouterConfig
-from pdserve.errors import PdserveError
-from router.actions import Accept, End, Request
+from pdserve.errors import PdserveError, Unavailable
+from pdserve.rpc import inference_pb2 as pb
+from pdserve.types import Finish
 from router.control import TICK_S, Control
+from router.frontend import Frontend, work_of
+from router.validation import ResolvedRequest
 
 
 class SimulatedRouter:
     """A router process."""
 
-    def __init__(self, host: str, incarnation: str, fabric: Fabric, config: RouterConfig) -> None:
+    def __init__(self, host: str, incarnation: str, fabric: Fabric, config: RouterConfig, oracle: Oracle) -> None:
         self.process = Process(fabric.timeline, host, incarnation)
         self.incarnation = incarnation
         self.config = config
         self.renew_interval_s = config.renew_interval_ms / 1000
         self.timeout_s = config.worker_timeout_ms / 1000
         self.control = Control(incarnation, config, fabric.timeline, self)
-        self.streams: list[RouterStream] = []
+        self.leaving = False
+        self.calls: list[SimulatedStream] = []  # whose front has not ended
+        self._oracle = oracle
+        self._frontend = Frontend(self, Letters())  # type: ignore[arg-type]
         self._tick()
+
+    @property
+    def serves(self) -> bool:
+        """What its health says."""
+        willing = any(not member.load.draining for member in self.control.membership)
+        return self.process.alive and not self.leaving and willing
 
     def _tick(self) -> None:
         self.control.tick()
@@ -36,13 +48,47 @@ class SimulatedRouter:
     def all_ended(self) -> None:
         """Nobody waits for it here."""
 
-    def generate(self, request: Request, stream: RouterStream, resumed: bool) -> None:
-        """A client's call."""
+    def generate(
+        self,
+        request: pb.GenerateRequest,
+        scripts: tuple[Script, ...],
+        stops: tuple[str, ...],
+        wire: Wire,
+        caller: Caller,
+        pace_s: float,
+    ) -> FrontCall | None:
+        """A client's call. None: it was refused, and the client is told so."""
+        received = [tuple(output.ids) for output in request.resume.outputs]
+        received += [()] * (len(scripts) - len(received))
+        script = scripts[0]
+        resolved = ResolvedRequest(script.request_id, "tags", script.prompt_ids, script.params, stops, tuple(received))
+        stream = SimulatedStream(scripts, [len(ids) for ids in received], self.process)
+        stream.who_sampled = lambda output, position: self._who_sampled(stream, output, position)
         try:
-            self.control.submit(request, stream, resumed)
-            self.streams.append(stream)
+            if self.leaving:
+                raise Unavailable("this router is shutting down; ask another one")
+            self.control.submit(work_of(resolved, request.resume), stream, request.HasField("resume"))
         except PdserveError as error:
-            stream.refuse(error)
+            wire.send(self.process, "error", lambda error=error: caller.on_error(error), error)
+            return None
+        self.calls.append(stream)
+        return FrontCall(
+            self._frontend, resolved, stream, wire, self.process, caller, pace_s, lambda: self._call_over(stream)
+        )
+
+    def finish(self, stream: SimulatedStream, output: int, finish: Finish) -> None:
+        """The front has found a stop string."""
+        self.control.finish(stream, output, finish)
+
+    def _call_over(self, stream: SimulatedStream) -> None:
+        self.calls.remove(stream)
+        self.control.abandon(stream)
+
+    def _who_sampled(self, stream: SimulatedStream, output: int, position: int) -> Provenance | None:
+        entry = self.control.dispatch._requests.get((stream.request_id, output))
+        if entry is None or entry.attempt is None:
+            return None
+        return self._oracle.provenance(entry.attempt.owner, position)
 
     def kill(self, death: Death) -> None:
         kill(self.process, death)
@@ -52,57 +98,6 @@ class SimulatedRouter:
         held = {
             "requests": len(self.control.dispatch),
             "streams": len(self.control._streams),
-            "streams without an end": sum(not stream.ended for stream in self.streams),
+            "calls without an end": len(self.calls),
         }
         return [f"{self.process.name}: {count} {what}" for what, count in held.items() if count]
-
-
-class RouterStream:
-    """Where a router puts a request's events: what it says is checked here, and goes on to the client."""
-
-    def __init__(
-        self,
-        script: Script,
-        received: int,
-        wire: Wire,
-        router: Process,
-        on_event: Callable[[Accept | End], None],
-    ) -> None:
-        self.request_id = script.request_id
-        self.ended = False
-        self._script = script
-        self._wire = wire
-        self._router = router
-        self._on_event = on_event
-        self._accepted = received
-        self._stop_at: int | None = None
-        self._on_stop: Callable[[], None] = lambda: None
-
-    def watch(self, stop_at: int, on_stop: Callable[[], None]) -> None:
-        """Have `on_stop` called once this many tokens are there: a stop string was found in their text."""
-        self._stop_at, self._on_stop = stop_at, on_stop
-
-    def put(self, event: Accept | End) -> bool:
-        if self.ended:
-            raise Violation(f"{self.request_id} went on at {self._router.name} after its end: {event}")
-        if isinstance(event, Accept):
-            self._check(tuple(token.token_id for token in event.tokens))
-        else:
-            self.ended = True
-        self._wire.send(self._router, "event", lambda: self._on_event(event), event)
-        return self.ended
-
-    def refuse(self, error: PdserveError) -> None:
-        """The call itself failed: there is no stream."""
-        self.ended = True
-        end = End(self.request_id, 0, error, attempts=0, exact=True)
-        self._wire.send(self._router, "event", lambda: self._on_event(end), end)
-
-    def _check(self, token_ids: tuple[int, ...]) -> None:
-        first, last = self._accepted, self._accepted + len(token_ids)
-        if token_ids != self._script.output_ids[first:last]:
-            right = self._script.output_ids[first:last]
-            raise Violation(f"{self.request_id} got {token_ids} at output position {first}, the oracle says {right}")
-        self._accepted = last
-        if self._stop_at is not None and first < self._stop_at <= last:
-            self._on_stop()

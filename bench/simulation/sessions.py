@@ -6,6 +6,7 @@ of this module.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Protocol
 
 from bench.simulation.network import Fabric, Wire
@@ -38,6 +39,7 @@ class WorkerSide(Protocol):
     process: Process
     info: WorkerInfo
     handler: worker_messages.SessionHandler
+    counts: Counter[str]
 
     @property
     def load(self) -> Load: ...
@@ -56,14 +58,26 @@ class WorkerEnd:
         self._router: str | None = None  # its incarnation, from the Welcome
         self._timeout_s = WELCOME_TIMEOUT_S
         self._heard_at = worker.process.timeline.now()
-        self._over = False
+        self._over = self._full = False
+        self._router_process = router.process
+        self._fabric = fabric
         self.wire = Wire(fabric, worker.process, router.process, self._closed)
-        self._other = RouterEnd(self, router, self.wire)
+        self._other = RouterEnd(self, router, self.wire, fabric)
         hello = convert.worker_to_hello(worker.info)
         self.wire.send(worker.process, "hello", lambda: self._other.on_hello(hello))
         self._watch()
 
+    @property
+    def process(self) -> Process:
+        return self._worker.process
+
     def send(self, message: pb.WorkerMessage) -> None:
+        """To the router; one that reads too slowly loses the session."""
+        if self.wire.unread[self._router_process] >= self._fabric.conditions.max_unsent:
+            self._worker.counts["outbox full"] += not self._full
+            self._full = True
+            self._worker.process.after(0.0, "outbox full", self._end)
+            return
         label = message.WhichOneof("message") or ""
         self.wire.send(self._worker.process, label, lambda: self._other.on_message(message), message)
 
@@ -112,10 +126,11 @@ class RouterEnd:
 
     info: WorkerInfo
 
-    def __init__(self, other: WorkerEnd, router: RouterSide, wire: Wire) -> None:
+    def __init__(self, other: WorkerEnd, router: RouterSide, wire: Wire, fabric: Fabric) -> None:
         self._other = other
         self._router = router
         self._wire = wire
+        self._fabric = fabric
         self._joined = False
         self._over = False
 
@@ -143,6 +158,9 @@ class RouterEnd:
             self.leave(str(error))
 
     def send(self, message: pb.RouterMessage) -> None:
+        if self._wire.unread[self._other.process] >= self._fabric.conditions.max_unsent:
+            self.close()
+            return
         label = message.WhichOneof("message") or ""
         self._wire.send(self._router.process, label, lambda: self._other.on_message(message), message)
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, replace
 from functools import partial
 
 from bench.simulation import fences
-from bench.simulation.model import LAYOUT, SimulatedEngine
+from bench.simulation.model import LAYOUT, Poisoned, SimulatedEngine
 from bench.simulation.network import Death, Fabric, KvNetwork, kill
 from bench.simulation.oracle import EOS, Oracle, Violation
 from bench.simulation.sessions import RECONNECT_S, RouterSide, WorkerEnd
@@ -25,6 +25,7 @@ from pdserve.config import EngineConfig, TransferConfig
 from pdserve.errors import PdserveError
 from pdserve.logs import logger
 from pdserve.rpc import cluster_pb2 as pb
+from pdserve.rpc import convert
 from pdserve.rpc.worker_messages import Reports
 from pdserve.tracing import Trace
 from pdserve.types import Load, Owner, Role, SamplingParams, Ticket, WorkerInfo
@@ -37,12 +38,13 @@ _STALLED_WAIT_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """How one worker is made. `step_s`: the range of a step's duration."""
+    """How one worker is made. `step_s`: the range of a step's duration. `colour`: which of two kinds it is of."""
 
     worker_id: str
     role: Role
     block_count: int
     step_s: tuple[float, float]
+    colour: int = 0
 
 
 class SimulatedWorker:
@@ -70,7 +72,7 @@ class SimulatedWorker:
         self._sessions: dict[str, WorkerEnd] = {}
         self.started: Counter[tuple[str, Owner]] = Counter()
         self.ended: Counter[tuple[str, Owner]] = Counter()
-        self.engine = SimulatedEngine(oracle, engine_config, plan.block_count, self._between_layers)
+        self.engine = SimulatedEngine(oracle, engine_config, plan.block_count, self._between_layers, plan.colour)
         self.transport = network.transport(self.process, self._wake_link)
         self.link = Link(
             self.transport,
@@ -97,7 +99,9 @@ class SimulatedWorker:
         self.decode = DecodeService(
             self.engine, self.link, decode_reports, ladder, fabric.timeline, max_queued=self.max_queued
         )
-        self._draining = False
+        self.draining = False
+        self.on_poisoned: Callable[[], None] = lambda: None
+        self._drain_notes = 0
         self._load = self.engine.load()
         self.engine.add_after_step(self._after_step)
         self._engine_busy = False
@@ -109,7 +113,7 @@ class SimulatedWorker:
             pid=1,
             host=plan.worker_id,
             kv_endpoint=self.link.endpoint,
-            fingerprint="tags",
+            fingerprint=f"kind {plan.colour}",
             model="tags",
             limits=self.engine.limits,
             eos_token_ids=(EOS,),
@@ -121,7 +125,7 @@ class SimulatedWorker:
 
     @property
     def load(self) -> Load:
-        return replace(self._load, draining=self._draining)
+        return replace(self._load, draining=self.draining)
 
     @property
     def handler(self) -> SimulatedWorker:
@@ -163,10 +167,17 @@ class SimulatedWorker:
         self.prefill.abort(owner)
         self.decode.abort(owner)
 
-    def drain_noted(self) -> None: ...
+    def drain_noted(self) -> None:
+        self._drain_notes += 1
 
     def drain(self, cancel: bool) -> None:
-        self._draining = not cancel
+        self.draining = not cancel
+        self._drain_notes = 0
+
+    @property
+    def drained(self) -> bool:
+        """Every router knows that it drains, and nothing is left here."""
+        return self._drain_notes >= len(self._sessions) and not self.prefill.owners() and not self.decode.owners()
 
     def router_lost(self, router: str) -> None:
         for owner in [*self.prefill.owners(), *self.decode.owners()]:
@@ -197,13 +208,13 @@ class SimulatedWorker:
         if kind == "terminal":
             self._note_end(service, message.terminal)
         elif kind == "local_prefill":
-            self.counts["local prefill"] += 1
+            self.counts["preempted import" if message.local_prefill.reason == "preempted" else "local prefill"] += 1
         session = self._sessions.get(router)
         if session is not None:
             session.send(message)
 
     def _note_end(self, service: str, terminal: pb.Terminal) -> None:
-        owner = Owner(terminal.owner.tenant, terminal.owner.request_id, terminal.owner.router, terminal.owner.attempt)
+        owner = convert.owner_from_proto(terminal.owner)
         self.ended[service, owner] += 1
         if self.ended[service, owner] > self.started[service, owner]:
             raise Violation(f"{service} at {self.process.name} ended {owner} more often than it was started")
@@ -217,7 +228,11 @@ class SimulatedWorker:
             self.process.after(_TURN_S, "engine", self._step)
 
     def _step(self) -> None:
-        self._engine_busy = self.engine.step()
+        try:
+            self._engine_busy = self.engine.step()
+        except Poisoned:
+            self.on_poisoned()
+            return
         if self._engine_busy:
             self.process.after(self._rng.uniform(*self.plan.step_s), "engine", self._step)
         elif self.engine.has_waiting:
@@ -271,6 +286,7 @@ class SimulatedWorker:
         self.counts.update(
             {
                 "preemption": self.engine.preemptions,
+                "prompt shared": self.engine.prompts_shared,
                 "frame sent again": stats.frames_resent,
                 "frame refused": stats.frames_refused,
                 "damaged payload": stats.checksum_failures,

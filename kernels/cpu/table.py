@@ -149,11 +149,17 @@ class CpuKernels:
             *(k.data_ptr(), v.data_ptr(), _DTYPES[k.dtype]),
         )
 
-    def read_kv(self, cache: CpuCache, layer: int, slots: torch.Tensor) -> torch.Tensor:
+    def read_kv(
+        self, cache: CpuCache, layer: int, slots: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         shape, slots = cache.shape, slots.contiguous()
-        kv = torch.empty(2, len(slots), shape.kv_heads, shape.head_dim, dtype=shape.dtype)
-        self._library.pdk_read_kv(ctypes.byref(cache.struct), layer, slots.data_ptr(), len(slots), kv.data_ptr())
-        return kv
+        size = (2, len(slots), shape.kv_heads, shape.head_dim)
+        if out is None:
+            out = torch.empty(size, dtype=shape.dtype)
+        assert (out.shape, out.dtype) == (size, shape.dtype)
+        assert out.is_contiguous()
+        self._library.pdk_read_kv(ctypes.byref(cache.struct), layer, slots.data_ptr(), len(slots), out.data_ptr())
+        return out
 
     def attention(
         self, q: torch.Tensor, cache: CpuCache, layer: int, sequences: tuple[SequenceRows, ...], scale: float

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 Part = bytes | memoryview
 Peer = bytes  # opaque: who a message goes to or came from, as this transport names them
 
@@ -54,6 +56,11 @@ class Transport(Protocol):
         """Forget a peer made by `connect`, and what waits for it. Does nothing for any other."""
         ...
 
+    def buffer(self, peer: Peer, byte_count: int) -> memoryview:
+        """Where to write a payload that `send` then takes to this peer without a copy, where the transport has such a
+        place; else fresh memory. It may be left unsent, and is only to be used until the next call of either."""
+        ...
+
     def send(self, peer: Peer, parts: Sequence[Part]) -> None:
         """Pass a message on without blocking. The parts must not change any more; they may be read after the return.
 
@@ -73,3 +80,8 @@ class Transport(Protocol):
     def close(self) -> None:
         """Drop what is queued and give everything back, within a second. Does nothing after the first call."""
         ...
+
+
+def fresh_buffer(byte_count: int) -> memoryview:
+    """Memory of its own, with whatever is in it."""
+    return np.empty(byte_count, np.uint8).data

@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
@@ -133,15 +133,21 @@ class CarriedTransport:
             way.close()
         self._inner.disconnect(peer)
 
+    def buffer(self, peer: Peer, byte_count: int) -> memoryview:
+        for _, outlet in self._open_ways(peer, byte_count):
+            room = outlet.reserve(byte_count)
+            if room is not None:
+                return room
+        return self._inner.buffer(peer, byte_count)
+
     def send(self, peer: Peer, parts: Sequence[Part]) -> None:
         if len(parts) == 2:
-            if len(parts[1]) >= self._limits.min_bytes:
-                for way in self._ways.get(peer, ()):
-                    descriptor = self._put(peer, way, parts[1])
-                    if descriptor is not None:
-                        self.counts[way.carrier.name] += 1
-                        self._tell(peer, Envelope(Kind.CARRIED, way.carrier.name, way.session, descriptor), parts[0])
-                        return
+            for way, outlet in self._open_ways(peer, len(parts[1])):
+                descriptor = outlet.put(parts[1])
+                if descriptor is not None:
+                    self.counts[way.carrier.name] += 1
+                    self._tell(peer, Envelope(Kind.CARRIED, way.carrier.name, way.session, descriptor), parts[0])
+                    return
             self.counts["inline"] += 1
         self._inner.send(peer, parts)
 
@@ -176,7 +182,16 @@ class CarriedTransport:
 
     # The sender's side.
 
-    def _put(self, peer: Peer, way: _Way, payload: Part) -> bytes | None:
+    def _open_ways(self, peer: Peer, byte_count: int) -> Iterator[tuple[_Way, Outlet]]:
+        """The ways that a payload of this size may take, best first."""
+        if byte_count < self._limits.min_bytes:
+            return
+        for way in self._ways.get(peer, ()):
+            outlet = self._open_outlet(peer, way)
+            if outlet is not None:
+                yield way, outlet
+
+    def _open_outlet(self, peer: Peer, way: _Way) -> Outlet | None:
         now = self._clock.now()
         if way.state is _WayState.OFFERED and now >= way.since + self._limits.answer_timeout_s:
             self._cool(peer, way, f"no answer for {self._limits.answer_timeout_s:g} s")
@@ -187,7 +202,7 @@ class CarriedTransport:
         if (reason := way.outlet.broken()) is not None:
             self._cool(peer, way, reason)
             return None
-        return way.outlet.put(payload)
+        return way.outlet
 
     def _offer(self, peer: Peer, way: _Way) -> None:
         way.state, way.since, way.session = _WayState.OFFERED, self._clock.now(), secrets.token_bytes(_SESSION_BYTES)

@@ -46,6 +46,11 @@ class Outlet(Protocol):
         """News from the inlet, maybe old. Raises TransferError where it cannot come from there."""
         ...
 
+    def reserve(self, byte_count: int) -> memoryview | None:
+        """Room for a payload that `put` takes next, without a copy. None: put it as it is. Until then only: the next
+        call of either may give the room to another."""
+        ...
+
     def put(self, payload: Part) -> bytes | None:
         """Take over a payload, which must not change any more; its descriptor. None: not now."""
         ...

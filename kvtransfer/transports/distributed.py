@@ -11,7 +11,8 @@ In the group a payload comes after its number and size. The descriptor is the nu
 reordered, and gloo ends the process where a receive is not of the size that was sent.
 
 Each end has one thread, which makes the group and then moves payloads in order. Every wait of it is bounded by
-`timeout_s`; when one fails the end is broken for good and the thread ends. `close` waits for nothing: a thread that is
+`timeout_s`, but one that torch does not bound: joining the store of a process that is frozen lasts until it thaws or
+dies. When a wait fails the end is broken for good and the thread ends. `close` waits for nothing: a thread that is
 stuck ends by its timeout. Payloads are not encrypted: for networks that are trusted.
 """
 
@@ -93,6 +94,9 @@ class DistributedOutlet:
 
     def on_note(self, note: bytes) -> None:
         raise TransferError("a receiver of a group has no news")
+
+    def reserve(self, byte_count: int) -> memoryview | None:
+        return None
 
     def put(self, payload: Part) -> bytes | None:
         if not self._end.give(payload):

@@ -25,7 +25,7 @@ from enum import StrEnum
 from typing import Any
 
 from kvtransfer.frames import type_of
-from kvtransfer.transports.base import Event, Message, Part, Peer, Transport
+from kvtransfer.transports.base import Event, Message, Part, Peer, Transport, fresh_buffer
 from pdserve.clock import Clock
 
 _REORDER_S = 0.05
@@ -75,6 +75,9 @@ class FaultyTransport:
     def disconnect(self, peer: Peer) -> None:
         self._held = [held for held in self._held if held.peer != peer]
         self._inner.disconnect(peer)
+
+    def buffer(self, peer: Peer, byte_count: int) -> memoryview:
+        return fresh_buffer(byte_count)  # not the wrapped one's: what is held back must stay as it is
 
     def send(self, peer: Peer, parts: Sequence[Part]) -> None:
         struck = self._strike(parts)

@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-from kvtransfer.transports.base import Event, Message, Part, Peer, PeerLost
+from kvtransfer.transports.base import Event, Message, Part, Peer, PeerLost, fresh_buffer
 from pdserve.errors import TransferError
 
 _SCHEME = "memory://"
@@ -68,6 +68,9 @@ class MemoryTransport:
 
     def disconnect(self, peer: Peer) -> None:
         pass
+
+    def buffer(self, peer: Peer, byte_count: int) -> memoryview:
+        return fresh_buffer(byte_count)
 
     def send(self, peer: Peer, parts: Sequence[Part]) -> None:
         direction = b"<" if peer[:1] == b">" else b">"  # how we look from there

@@ -83,6 +83,7 @@ class SharedOutlet:
         self._ring: _Bytes | None = np.frombuffer(memory, np.uint8)[_RING_OFFSET:]
         self._head = 0
         self._released = 0
+        self._reserved: tuple[int, _Bytes] | None = None  # position and place of the next payload, perhaps
         self._offer = _OFFER.pack(os.getpid(), self._file, ring_bytes, token)
 
     def offer(self) -> bytes:
@@ -99,31 +100,47 @@ class SharedOutlet:
             raise TransferError(f"{released} bytes released, {self._head} were written")
         self._released = max(self._released, released)
 
-    def put(self, payload: Part) -> bytes | None:
-        if self._ring is None:
-            return None
-        source = np.frombuffer(payload, np.uint8)
-        start = self._place(len(source))
-        if start is None:
+    def reserve(self, byte_count: int) -> memoryview | None:
+        self._reserved = None
+        start = self._place(byte_count)
+        if start is None or self._ring is None:
             return None
         offset = start % self._size
-        self._ring[offset : offset + len(source)] = source
-        self._head = start + len(source)
-        return _PIECE.pack(start, len(source))
+        self._reserved = start, self._ring[offset : offset + byte_count]
+        return self._reserved[1].data
+
+    def put(self, payload: Part) -> bytes | None:
+        if not self._is_reserved(payload):
+            room = self.reserve(len(payload))
+            if room is None:
+                return None
+            room[:] = payload
+        assert self._reserved is not None
+        start, piece = self._reserved
+        self._reserved = None
+        if self._released == self._head:
+            self._released = start
+        self._head = start + len(piece)
+        return _PIECE.pack(start, len(piece))
 
     def close(self) -> None:
         if self._ring is not None:
-            self._ring = None  # the last reference to the mapping
+            self._ring = self._reserved = None  # the last references to the mapping
             os.close(self._file)
+
+    def _is_reserved(self, payload: Part) -> bool:
+        """Whether it was written to the room reserved last: it is a view of that very array."""
+        place: object = None if self._reserved is None else self._reserved[1]
+        return place is not None and isinstance(payload, memoryview) and payload.obj is place
 
     def _place(self, byte_count: int) -> int | None:
         """Where a piece of that size begins, which does not wrap; None: no room now."""
-        start = self._head
-        if self._released == start:
-            start = self._released = self._round_up(start)
+        start, released = self._head, self._released
+        if released == start:
+            start = released = self._round_up(start)
         if start % self._size + byte_count > self._size:
             start = self._round_up(start)
-        return start if start + byte_count - self._released <= self._size else None
+        return start if start + byte_count - released <= self._size else None
 
     def _round_up(self, position: int) -> int:
         return -(-position // self._size) * self._size

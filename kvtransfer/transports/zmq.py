@@ -28,7 +28,7 @@ import zmq
 from zmq.utils import z85
 
 from kvtransfer.frames import MAX_PAYLOAD_BYTES
-from kvtransfer.transports.base import Event, Message, Part, Peer, PeerLost
+from kvtransfer.transports.base import Event, Message, Part, Peer, PeerLost, fresh_buffer
 from pdserve.errors import ConfigError, TransferError
 
 _HIGH_WATER = 65_536  # messages in a ZMQ queue
@@ -150,6 +150,9 @@ class ZmqTransport:
             self._outboxes.pop(peer, None)
             self._poller.unregister(dealer)
             dealer.close(linger=0)
+
+    def buffer(self, peer: Peer, byte_count: int) -> memoryview:
+        return fresh_buffer(byte_count)
 
     def send(self, peer: Peer, parts: Sequence[Part]) -> None:
         outbox = self._outboxes.get(peer)

@@ -94,13 +94,16 @@ class StreamFold:
         self.resumptions = 0
         self._sent_s = sent_s
         self._deltas: list[Delta] = []
+        self._standings: dict[int, pb.Standing] = {}
         self._awaits_start = True
 
     def accept(self, event: pb.GenerateResponse, now_s: float) -> Delta | None:
         """Take the next event; a delta is returned. Raises ProtocolError for one that cannot come here."""
+        if event.HasField("standing"):
+            self._standings[event.standing.output_index] = event.standing
         kind = event.WhichOneof("event")
         if kind is None:
-            return None  # a kind that a newer server knows
+            return None  # a standing alone, or a kind that a newer server knows
         if self.result is not None or (kind == "started") != self._awaits_start:
             raise ProtocolError(f"the router sent {kind} out of order")
         if kind == "started":
@@ -118,6 +121,10 @@ class StreamFold:
         """All that were received so far, by output."""
         count = 1 + max((delta.output_index for delta in self._deltas), default=-1)
         return [_token_ids(self._of(index)) for index in range(count)]
+
+    def standings(self) -> list[pb.Standing]:
+        """What the router last said of how its outputs stand, for the next one."""
+        return list(self._standings.values())
 
     def _of(self, output_index: int) -> list[Delta]:
         return [delta for delta in self._deltas if delta.output_index == output_index]

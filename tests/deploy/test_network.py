@@ -14,6 +14,7 @@ from deploy.worker import Worker
 from kvtransfer.transports.zmq import CurveKey
 from pdserve.client import Client
 from pdserve.config import TransferConfig
+from pdserve.errors import FailedPrecondition
 from pdserve.types import Role
 from support.clusters import wait_for
 from support.routers import RouterThread, make_worker
@@ -24,13 +25,16 @@ OPTIONS: dict[str, Any] = {"temperature": 1.0, "seed": 7, "max_tokens": 12, "ign
 
 
 @contextmanager
-def workers(model: Path, transfer: TransferConfig) -> Iterator[tuple[Client, Worker, Worker]]:
-    """A client, a prefill worker and a decode worker."""
+def workers(
+    model: Path, transfer: TransferConfig, decode: TransferConfig | None = None
+) -> Iterator[tuple[Client, Worker, Worker]]:
+    """A client, a prefill worker and a decode worker, which may have settings of its own."""
     key = CurveKey.generate() if transfer.network == "tcp" else None
+    settings = {Role.PREFILL: transfer, Role.DECODE: decode or transfer}
     with ExitStack() as stack:
         sockets = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kv", dir="/tmp"))) / "s"
         router = stack.enter_context(RouterThread(model))
-        made = [make_worker(model, sockets, router, role=role, transfer=transfer, kv_key=key) for role in ROLES]
+        made = [make_worker(model, sockets, router, role=role, transfer=settings[role], kv_key=key) for role in ROLES]
         for worker in made:
             stack.callback(worker.stop)
             worker.start()
@@ -56,3 +60,12 @@ def test_stream_is_the_same_over_every_network_and_payload_path(
         assert decode.info.kv_endpoint.startswith(f"{network}://")
         assert any(event.name == "frame_sent" for event in prefill.trace_events()), "no KV went over the wire"
     assert (list(result.token_ids), result.attempts) == (expected, 1)
+
+
+def test_workers_that_disagree_fail_the_request_and_the_client_reads_both_values(small_checkpoint: Path) -> None:
+    theirs = TransferConfig(max_frame_bytes=64 << 10)
+    with workers(small_checkpoint, TransferConfig(max_frame_bytes=1 << 20), decode=theirs) as (client, *both):
+        message = "max_frame_bytes: the sender has 1048576, the receiver takes .* to 65536"
+        with pytest.raises(FailedPrecondition, match=message):
+            client.complete(PROMPT, timeout_s=20.0, **OPTIONS)
+        wait_for(lambda: not any(worker.load.blocks.leased for worker in both), "the leases' return", timeout_s=5.0)

@@ -96,6 +96,16 @@ def test_a_prefill_lost_in_mid_transfer_costs_no_bit(llama, steps, with_spare):
         assert taken.fields["token_stop"] > 0, "nothing of what had come was kept"
 
 
+def test_a_delivered_prompt_that_is_lost_by_preemption_and_computed_again_is_told_to_the_router(llama):
+    decode = make_engine(llama, kv_cache_mb=1, block_tokens=16)
+    count = -(-decode.limits.pool_tokens // 880)
+    params = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
+    with Pair(make_engine(llama), decode) as pair:
+        jobs = [Job(prompt(800, seed=i), params) for i in range(count)]
+        pair.run(*jobs)
+    assert pair.decode_reports.local_prefills
+
+
 def test_preempted_sequences_give_the_bits_of_undisturbed_ones(llama):
     params = SamplingParams(temperature=0.9, seed=4, max_tokens=120, ignore_eos=True)
     engine = make_engine(llama, kv_cache_mb=1, block_tokens=16)

@@ -97,11 +97,13 @@ def test_the_youngest_is_preempted_and_computed_again():
     scheduler.add(old)
     run_plan(scheduler, pool, scheduler.plan())
     scheduler.add(young)
-    preempted = False
+    told = []
     while old.phase is Phase.RUNNING:
-        run_plan(scheduler, pool, scheduler.plan())
-        preempted |= young.phase is Phase.WAITING and young.computed == 0 and not young.blocks
-    assert preempted
+        plan = scheduler.plan()
+        told += plan.preempted
+        run_plan(scheduler, pool, plan)
+        assert bool(told) == (young.phase is Phase.WAITING and young.computed == 0 and not young.blocks)
+    assert told == [young]
     while young.phase is not Phase.ENDED:
         run_plan(scheduler, pool, scheduler.plan())
     assert young.output_count == 6

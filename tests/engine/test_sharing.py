@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +11,7 @@ from engine.engine import Engine
 from engine.sequence import Sequence
 from pdserve.errors import Cancelled
 from pdserve.types import Owner, SamplingParams
-from support.engines import Job, make_engine, run
+from support.engines import Job, Pair, make_engine, run
 
 BLOCK = 32
 PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=12, logprobs=1)
@@ -88,6 +89,60 @@ def test_outputs_that_have_tokens_already_share_the_prompt_and_compute_the_rest(
     finish(engine, jobs)
     for job, ids, whole in zip(jobs, received, expected, strict=True):
         assert job.tokens == whole.tokens[len(ids) :]
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_an_output_waits_for_one_that_is_expected_and_computes_the_prompt_alone_if_that_does_not_come(engine, comes):
+    prompt = prompt_of(150)
+    expected = [alone(engine, prompt, output).tokens for output in range(2)]
+    engine.expect(owner(0))
+    leader, follower = Job(prompt, PARAMS), Job(prompt, PARAMS)
+    submit(engine, follower, 1, shares=0)
+    for _ in range(3):
+        engine.step()
+    assert not engine.idle()
+    assert engine.load().blocks.leased == 0
+    if comes:
+        submit(engine, leader, 0)
+        while not follower.tokens:
+            engine.step()
+        assert engine.load().blocks.leased == 4 + 2  # 149 // 32 full ones are held once
+        finish(engine, [leader, follower])
+        assert [leader.tokens, follower.tokens] == expected
+    else:
+        engine.forget(owner(0))
+        finish(engine, [follower])
+        assert follower.tokens == expected[1]
+    assert engine.idle()
+
+
+def test_outputs_share_a_prompt_that_a_prefill_worker_has_not_begun_to_send(engine, llama):
+    prompt = prompt_of(150)
+    expected = [alone(engine, prompt, output).tokens for output in range(3)]
+    decode = make_engine(llama)
+    rows, compute = [], decode._runner.run
+    decode._runner.run = lambda plan: rows.append(plan.token_count) or compute(plan)
+    jobs = [Job(prompt, PARAMS) for _ in range(3)]
+    with Pair(make_engine(llama), decode) as pair:
+        leader = pair.start(jobs[0])
+        for output in (1, 2):
+            follower = replace(leader, output=output)
+            pair.jobs[follower] = jobs[output]
+            pair.decode_service.start(follower, prompt, (), PARAMS, local_prefill=True, share=leader)
+        pair.finish(*jobs)
+    assert [job.tokens for job in jobs] == expected
+    assert sum(rows) == sum(len(job.tokens) for job in jobs) - 1  # the prompt's last token for each follower, no more
+
+
+def test_an_output_that_is_aborted_while_it_waits_for_an_expected_one_leaves_nothing(engine):
+    engine.expect(owner(0))
+    follower = Job(prompt_of(150), PARAMS)
+    submit(engine, follower, 1, shares=0)
+    engine.abort(owner(1), Cancelled("gone"))
+    engine.forget(owner(0))
+    engine.step()
+    assert isinstance(follower.outcome, Cancelled)
+    assert engine.idle()
 
 
 def test_followers_of_one_that_is_aborted_compute_the_prompt_themselves(engine):

@@ -78,6 +78,9 @@ def test_kv_is_rounded_to_the_caches_dtype_as_torch_rounds(kernels: Kernels, dty
     k[0, 0, :4] = torch.tensor([torch.inf, -torch.inf, 1e-40, torch.finfo(torch.float32).max])
     kernels.write_kv(cache, 0, torch.arange(32), k, v)
     assert torch.equal(kernels.read_kv(cache, 0, torch.arange(32)), torch.stack((k, v)).to(dtype))
+    room = torch.full_like(torch.stack((k, v)), -1.0, dtype=dtype)
+    assert kernels.read_kv(cache, 0, torch.arange(32), room) is room
+    assert torch.equal(room, torch.stack((k, v)).to(dtype))
     kernels.write_kv(cache, 0, torch.arange(32), torch.full_like(k, torch.nan), v)
     assert kernels.read_kv(cache, 0, torch.arange(32))[0].isnan().all()
 

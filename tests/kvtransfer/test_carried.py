@@ -30,6 +30,7 @@ class HandCarrier:
         self.opens = True
         self.offer: bytes | None = b"offer"
         self.full = False
+        self.room = memoryview(b"")
         self.broken_outlet: str | None = None
         self.broken_inlet: str | None = None
         self.payloads: list[bytes] = []
@@ -61,6 +62,9 @@ class _Outlet:
 
     def on_note(self, note: bytes) -> None:
         raise TransferError("no notes")
+
+    def reserve(self, byte_count: int) -> memoryview | None:
+        return self._carrier.room[:byte_count] if self._carrier.room else None
 
     def put(self, payload: Part) -> bytes | None:
         if self._carrier.full:
@@ -181,6 +185,18 @@ def test_payload_that_is_lost_ends_its_way_but_not_what_has_come() -> None:
     assert pair.log.warnings == ["hand: gone"]
     pair.send(b"4:large")
     assert pair.turn() == [b"4:large"]
+
+
+def test_room_for_a_payload_is_the_carriers_where_it_is_open_and_has_some() -> None:
+    pair = Pair([HandCarrier("first"), HandCarrier("second")])
+    pair.carriers[1].room = memoryview(bytearray(b"the carrier's own"))
+    assert bytes(pair.sender.buffer(pair.peer, 11)) == b"the carrier"
+    small = pair.sender.buffer(pair.peer, LIMITS.min_bytes - 1)
+    assert small.obj is not pair.carriers[1].room.obj, "small ones go inline"
+    pair.carriers[1].broken_outlet = "gone"
+    inline = pair.sender.buffer(pair.peer, 11)
+    assert (len(inline), inline.readonly) == (11, False)
+    assert pair.log.warnings == ["second: gone"]
 
 
 def test_full_carrier_sends_inline_and_stays_open() -> None:

@@ -26,37 +26,43 @@ from support.kv_links import (
     running,
     send_all,
 )
-from support.kv_process import KvProcess, digest_of, kv_processes
+from support.kv_process import KvProcess, digest_of, kv_source
 from support.kv_store import FakeStore
 
-SEQUENTIAL = 1000
+LINKS = ("a", "b")  # in turns, so that neither process waits for the other's answers
+SEQUENTIAL = 1000 // len(LINKS)  # on each
+WARM_UP = 50  # pools, caches and lingering transfers have grown after these
 AT_ONCE = 128
 IDS = list(range(TOKEN_COUNT))
 RIGHT_BYTES = digest_of(FakeStore.random(LAYOUT, TOKEN_COUNT, seed=1))
 SLACK_KB = 4096  # what an allocator may keep
 
 
-def pass_over(prefill: KvProcess, decode: KvProcess, name: str) -> None:
-    """One transfer between two processes, to its end on both sides."""
-    ticket = decode.expect("decode", name, lease_after_s=0.0)
-    prefill.send("prefill", name, ticket)
-    for process in (decode, prefill):
-        end = process.wait("end", name=name)
-        assert (end["error"], end["late"]) == (None, 0)
-        assert end["digest"] == RIGHT_BYTES
+def pass_over(prefill: KvProcess, decode: KvProcess, number: int) -> None:
+    """One transfer on each of the links between two processes, to its end on both sides."""
+    names = {link: f"{link} {number}" for link in LINKS}
+    for link, name in names.items():
+        prefill.send(f"prefill {link}", name, decode.expect(f"decode {link}", name, lease_after_s=0.0))
+    for name in names.values():
+        for process in (decode, prefill):
+            end = process.wait("end", name=name)
+            assert (end["error"], end["late"]) == (None, 0)
+            assert end["digest"] == RIGHT_BYTES
 
 
 def test_a_thousand_transfers_through_a_window_of_two_frames_leave_memory_and_descriptors_as_they_were() -> None:
     assert CONFIG.window_bytes == 2 * CONFIG.max_frame_bytes
     assert LAYOUT.layer_count * LAYOUT.payload_bytes(TOKEN_COUNT) > 4 * CONFIG.window_bytes
-    with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as folder, kv_processes(Path(folder) / "s", 2) as pair:
-        for name, process in zip(("prefill", "decode"), pair, strict=True):
-            process.link(name)
-        for number in range(SEQUENTIAL // 10):  # pools, caches and lingering transfers have grown after these
-            pass_over(*pair, f"warm {number}")
+    with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as folder, kv_source(Path(folder) / "s") as source:
+        pair = source.fork(2)
+        for side, process in zip(("prefill", "decode"), pair, strict=True):
+            for link in LINKS:
+                process.link(f"{side} {link}")
+        for number in range(WARM_UP):
+            pass_over(*pair, number)
         before = reports(pair)
-        for number in range(SEQUENTIAL):
-            pass_over(*pair, f"transfer {number}")
+        for number in range(WARM_UP, WARM_UP + SEQUENTIAL):
+            pass_over(*pair, number)
         for was, now in zip(before, reports(pair), strict=True):
             assert now["rss_kb"] <= was["rss_kb"] + SLACK_KB
             assert now["descriptors"] <= was["descriptors"]

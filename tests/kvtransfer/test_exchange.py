@@ -9,7 +9,7 @@ from kvtransfer.exchange import Exchange
 from kvtransfer.frames import Abort, Ack, Commit, Credit, Frame, Gone, Nack, Open, Ping, decode, encode
 from kvtransfer.receiver import Expectation
 from kvtransfer.stats import LinkStats
-from kvtransfer.transports.base import Event, Message, Part, Peer
+from kvtransfer.transports.base import Event, Message, Part, Peer, fresh_buffer
 from pdserve.clock import ManualClock
 from pdserve.errors import Cancelled, TransferError
 from pdserve.logs import logger
@@ -19,6 +19,7 @@ from support.kv_links import CONFIG, LAYOUT
 from support.kv_store import FakeStore
 
 TTL_S = CONFIG.ticket_ttl_ms / 1000
+IDLE_S = 60.0  # of a connection
 ENDPOINT = "wire://there"
 RECEIVER, SENDER = b">" + ENDPOINT.encode(), b"<somebody"
 STOP = Cancelled("stop")
@@ -38,6 +39,9 @@ class RememberingTransport:
 
     def disconnect(self, peer: Peer) -> None:
         self.disconnected.append(peer)
+
+    def buffer(self, peer: Peer, byte_count: int) -> memoryview:
+        return fresh_buffer(byte_count)
 
     def send(self, peer: Peer, parts: Sequence[Part]) -> None:
         self.sent.append((peer, decode(parts).frame))
@@ -97,19 +101,19 @@ def test_connection_without_transfers_is_given_up_after_a_while() -> None:
     worker.exchange.abort_outgoing(first, STOP)
     worker.advance(TTL_S / 2)
     worker.exchange.abort_outgoing(second, STOP)
-    worker.advance(TTL_S / 4)
-    worker.advance(TTL_S - 0.01)
+    worker.advance(TTL_S / 2)
+    worker.advance(IDLE_S - 0.01)
     assert worker.transport.disconnected == []
     worker.advance(0.02)
     assert worker.transport.disconnected == [RECEIVER]
-    worker.advance(TTL_S)
+    worker.advance(IDLE_S)
     assert worker.transport.disconnected == [RECEIVER]
 
 
 def test_connection_in_use_again_is_kept() -> None:
     worker = Worker()
     worker.exchange.abort_outgoing(worker.send(1), STOP)
-    worker.advance(TTL_S / 2)
+    worker.advance(IDLE_S - TTL_S)
     third = worker.send(3)
     for _ in range(4):
         worker.advance(TTL_S / 2)

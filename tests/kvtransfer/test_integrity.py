@@ -24,10 +24,8 @@ def hashes_of(offer: Open, cuts: list[int], store: FakeStore = STORE) -> bytes:
     random.Random(0).shuffle(pieces)
     for layer in range(offer.layout.layer_count):
         for start, stop in pieces:
-            hashes.present(layer, start, stop)
             hashes.absorb(layer, start, stop, store.read(layer, start, stop))
-            for first, last in list(hashes.unhashed(layer, start, stop)):
-                hashes.absorb(layer, first, last, store.read(layer, first, last))
+            hashes.complete(layer, start, stop, store.read)
     return hashes.packed()
 
 
@@ -62,8 +60,7 @@ def test_block_count_at_the_borders(start: int, stop: int, count: int) -> None:
 def test_block_of_another_owner_never_matches(other: dict[str, object]) -> None:
     hashes = BlockHashes(OFFER)
     for layer in range(2):
-        hashes.present(layer, 5, 70)
-        hashes.absorb(layer, 5, 70, STORE.read(layer, 5, 70))
+        hashes.complete(layer, 5, 70, STORE.read)
     foreign = whole(replace(OFFER, **other))
     expected = [(0, 4), (1, 4)] if "token_stop" in other else [(layer, b) for layer in range(2) for b in range(5)]
     assert hashes.mismatches(memoryview(foreign)) == expected
@@ -86,24 +83,69 @@ def test_mismatches_name_layer_and_block() -> None:
     damaged.values[1, 69, -1] ^= 1
     hashes = BlockHashes(OFFER)
     for layer in range(2):
-        hashes.present(layer, 5, 70)
-        hashes.absorb(layer, 5, 70, damaged.read(layer, 5, 70))
+        hashes.complete(layer, 5, 70, damaged.read)
     assert hashes.mismatches(memoryview(whole())) == [(1, 4)]
 
 
-def test_rewritten_block_is_hashed_anew() -> None:
-    hashes = BlockHashes(OFFER)
-    hashes.present(0, 5, 70)
-    hashes.absorb(0, 5, 70, STORE.read(0, 5, 70))
+class Reads:
+    """A store's `read`, and which ranges were read."""
+
+    def __init__(self, store: FakeStore = STORE) -> None:
+        self.ranges: list[tuple[int, int]] = []
+        self._store = store
+
+    def __call__(self, layer: int, start: int, stop: int) -> memoryview:
+        self.ranges.append((start, stop))
+        return self._store.read(layer, start, stop)
+
+
+def test_rewritten_blocks_are_hashed_anew_and_no_others() -> None:
+    hashes, reads = BlockHashes(OFFER), Reads()
+    hashes.complete(0, 5, 70, STORE.read)
     hashes.forget(0, 20, 33)
-    assert list(hashes.unhashed(0, 5, 70)) == [(16, 48)]
+    hashes.complete(0, 20, 33, reads)
+    assert reads.ranges == [(16, 48)]
 
 
 def test_incomplete_blocks_are_not_hashed() -> None:
-    hashes = BlockHashes(OFFER)
-    hashes.present(0, 5, 31)
-    hashes.present(0, 32, 50)
-    assert list(hashes.unhashed(0, 5, 70)) == [(5, 16), (32, 48)]
+    hashes, reads = BlockHashes(OFFER), Reads()
+    hashes.complete(0, 5, 31, reads)
+    hashes.complete(0, 32, 50, reads)
+    assert reads.ranges == [(5, 16), (32, 48)]
+    hashes.complete(0, 31, 32, reads)
+    assert reads.ranges[2:] == [(16, 32)]
+
+
+def test_forgotten_tokens_are_no_longer_there() -> None:
+    hashes, reads = BlockHashes(OFFER), Reads()
+    hashes.complete(0, 16, 32, STORE.read)
+    hashes.forget(0, 20, 24)
+    hashes.complete(0, 24, 32, reads)
+    assert reads.ranges == []
+
+
+@pytest.mark.parametrize(("start", "stop"), [(5, 70), (16, 32), (20, 50), (6, 7), (15, 17)])
+def test_frame_is_verified_by_what_is_stored_and_a_changed_bit_shows(start: int, stop: int) -> None:
+    checksum = BlockHashes(OFFER).absorb(1, start, stop, STORE.read(1, start, stop))
+    assert BlockHashes(OFFER).verify(1, start, stop, STORE.read, checksum)
+    assert not BlockHashes(OFFER).verify(0, start, stop, STORE.read, checksum), "another layer"
+    assert not BlockHashes(replace(OFFER, transfer=b"x" * 16)).verify(1, start, stop, STORE.read, checksum)
+    for token in (start, stop - 1):
+        damaged = FakeStore(LAYOUT, 80)
+        damaged.keys[:], damaged.values[:] = STORE.keys, STORE.values
+        damaged.keys[1, token, 0] ^= 128
+        assert not BlockHashes(OFFER).verify(1, start, stop, damaged.read, checksum)
+
+
+def test_steps_in_which_much_is_read_show_neither_in_list_nor_checksum() -> None:
+    layout = KVLayout(1, 8, 64, "float32")  # 4 KiB a token: four blocks a step
+    offer = replace(OFFER, layout=layout, token_start=3, token_stop=200)
+    store = FakeStore.random(layout, 200, seed=2)
+    hashes, reads = BlockHashes(offer), Reads(store)
+    checksum = BlockHashes(offer).absorb(0, 3, 200, store.read(0, 3, 200))
+    assert hashes.verify(0, 3, 200, reads, checksum)
+    assert reads.ranges == [(3, 64), (64, 128), (128, 192), (192, 200)]
+    assert hashes.packed() == hashes_of(offer, [100], store)
 
 
 def test_token_hash_tells_order_length_and_value_apart() -> None:

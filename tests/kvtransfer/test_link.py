@@ -12,7 +12,7 @@ import pytest
 
 from kvtransfer.layout import KVLayout
 from kvtransfer.link import Link
-from kvtransfer.transports.base import Event, Part, Peer, Transport
+from kvtransfer.transports.base import Event, Part, Peer, Transport, fresh_buffer
 from kvtransfer.transports.memory import MemoryNetwork
 from kvtransfer.transports.zmq import ZmqTransport, ipc_endpoint
 from pdserve.config import TransferConfig
@@ -144,6 +144,9 @@ class Meddling:
         self.connect, self.disconnect = inner.connect, inner.disconnect
         self.receive, self.wake, self.close = inner.receive, inner.wake, inner.close
 
+    def buffer(self, peer: Peer, byte_count: int) -> memoryview:
+        return fresh_buffer(byte_count)
+
     def send(self, peer: Peer, parts: Sequence[Part]) -> None:
         changed = self._change([bytes(part) for part in parts])
         if changed is not None:
@@ -196,7 +199,7 @@ class FlakyWriter:
     def __init__(self, store: FakeStore, times: int) -> None:
         self._store = store
         self._times = times
-        self.read = store.read
+        self.read_into = store.read_into
 
     def write(self, layer: int, start: int, stop: int, payload: memoryview) -> None:
         self._store.write(layer, start, stop, payload)
@@ -430,7 +433,7 @@ def test_same_ticket_sent_twice_from_one_worker_is_refused(memory: TransportFact
 class Broken:
     """A reader and writer that raises."""
 
-    def read(self, layer: int, start: int, stop: int) -> memoryview:
+    def read_into(self, layer: int, start: int, stop: int, out: memoryview) -> None:
         raise KeyError("no such block")
 
     def write(self, layer: int, start: int, stop: int, payload: memoryview) -> None:

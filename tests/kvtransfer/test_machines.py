@@ -216,7 +216,7 @@ class ReceiverMachine(RuleBasedStateMachine):
         self.stored: set[Cell] = set()
         self.granted = self.spent = 0  # of this epoch
         self.needs = self.losses = 0
-        self.leased = self.renewing = False
+        self.leased = self.renewing = self.damaged = False
         self.outcomes: list[ReceiverAction] = []
 
     def take(self, actions: list[ReceiverAction]) -> None:
@@ -247,8 +247,13 @@ class ReceiverMachine(RuleBasedStateMachine):
         assert self.leased, "written without blocks"
         assert not self.outcomes, "written after the end"
         assert frame.epoch == self.receiver.epoch
-        self.stored |= cells(frame.layer, frame.token_start, frame.token_stop)
-        self.take(self.receiver.written(frame, self.now))
+        written = cells(frame.layer, frame.token_start, frame.token_stop)
+        if self.damaged:
+            self.stored -= written
+            self.take(self.receiver.bad_payload(frame, self.now))
+        else:
+            self.stored |= written
+            self.take(self.receiver.written(frame, self.now))
 
     @rule(layer=layers, part=ranges)
     def a_layer_is_sent(self, layer: int, part: tuple[int, int]) -> None:
@@ -314,8 +319,12 @@ class ReceiverMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def a_payload_arrives_damaged(self, data: st.DataObject) -> None:
         frame = data.draw(st.sampled_from(self.flying))
-        if isinstance(frame, Layer | Commit):
+        if isinstance(frame, Commit):
             self.take(self.receiver.bad_payload(frame, self.now))
+        elif isinstance(frame, Layer):
+            self.damaged = True
+            self.take(self.receiver.on_frame(frame, self.now))
+            self.damaged = False
 
     @rule(
         away=st.sampled_from([-1, 1]),

@@ -299,10 +299,13 @@ def test_damaged_layer_is_asked_for_again_and_its_credit_returns() -> None:
     assert made.bad_payload(bad, 0.0) == [Send(Nack(ID, 3, ((0, 8, 12),))), Send(Credit(ID, 3, 24 * 1024))]
 
 
-def test_damaged_copy_of_what_is_stored_is_ignored() -> None:
-    made = receiving()
-    store(made, ALL_LAYERS[:1])
-    assert made.bad_payload(ALL_LAYERS[0], 0.0) == []
+def test_what_lay_where_a_damaged_layer_was_written_is_missing_again() -> None:
+    made = covered()
+    (first, *_) = ALL_LAYERS
+    assert made.on_frame(first, 0.0) == [], "all there already: nothing is written"
+    made.bad_payload(first, 0.0)
+    (nack,) = made.on_frame(COMMIT, 0.0)
+    assert nack == Send(Nack(ID, 3, ((first.layer, first.token_start, first.token_stop),)))
 
 
 def test_damaged_commit_is_asked_for_again() -> None:
@@ -313,6 +316,7 @@ def test_nothing_but_damage_gives_up() -> None:
     made = receiving()
     bad = layer(0, 8, 12, spent=4)
     for _ in range(MAX_BAD_PAYLOADS):
+        assert made.on_frame(bad, 0.0) == [Write(bad)]
         assert not any(isinstance(action, Failed) for action in made.bad_payload(bad, 0.0))
     assert isinstance(loss(made.bad_payload(bad, 0.0)), TransferError)
 

@@ -9,6 +9,7 @@ import struct
 from concurrent.futures import Future
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -66,6 +67,38 @@ def test_full_ring_takes_nothing_until_something_is_released() -> None:
     outlet.on_note(note)
     assert outlet.put(bytes(1000)) is not None
     outlet.close()
+    inlet.close()
+
+
+def test_payload_written_to_reserved_room_is_put_where_it_is() -> None:
+    outlet = SharedOutlet(RING)
+    inlet = SharedInlet(outlet.offer())
+    room = outlet.reserve(10)
+    assert room is not None
+    room[:] = b"some bytes"
+    address = np.frombuffer(room, np.uint8).ctypes.data
+    descriptor = outlet.put(room.cast("B")[:])  # as it looks after some hands
+    assert descriptor is not None
+    assert np.frombuffer(room, np.uint8).ctypes.data == address
+    assert bytes(there(inlet.take(descriptor))) == b"some bytes"
+    other = outlet.put(b"of another")
+    assert other is not None
+    assert bytes(room) == b"some bytes", "the room was given away"
+    outlet.close()
+    inlet.close()
+
+
+def test_room_that_is_left_unused_is_given_to_the_next_payload() -> None:
+    outlet = SharedOutlet(RING)
+    inlet = SharedInlet(outlet.offer())
+    for _ in range(3):
+        assert outlet.reserve(RING) is not None
+    descriptor = outlet.put(bytes(RING))
+    assert descriptor is not None
+    assert outlet.reserve(1) is None
+    assert len(there(inlet.take(descriptor))) == RING
+    outlet.close()
+    assert outlet.reserve(1) is None
     inlet.close()
 
 
@@ -211,11 +244,17 @@ class Ring(RuleBasedStateMachine):
         self.notes: list[bytes] = []
         self.count = 0
 
-    @rule(size=st.integers(1, 400))
-    def put(self, size: int) -> None:
+    @rule(size=st.integers(1, 400), reserved=st.booleans(), left=st.booleans())
+    def put(self, size: int, reserved: bool, left: bool) -> None:
+        """From memory of its own or in reserved room; `left`: after such room was written to and left."""
         self.count += 1
         content = bytes([self.count % 256]) * size
-        descriptor = self.outlet.put(content)
+        if left and (room := self.outlet.reserve(400)) is not None:
+            room[:] = bytes(400)
+        room = self.outlet.reserve(size) if reserved else None
+        if room is not None:
+            room[:] = content
+        descriptor = self.outlet.put(content if room is None else room)
         if descriptor is not None:
             self.on_their_way.append((descriptor, content))
 

@@ -26,7 +26,18 @@ from pdserve.types import (
     Ticket,
     WorkerInfo,
 )
-from router.actions import Abort, Accept, End, PrefillLocally, Request, Retry, StartDecode, StartPrefill
+from router.actions import (
+    Abort,
+    Accept,
+    End,
+    PrefillLocally,
+    Request,
+    Retry,
+    Standing,
+    Stands,
+    StartDecode,
+    StartPrefill,
+)
 from router.dispatch import Dispatch
 from router.membership import Membership
 from router.policies import LeastLoaded
@@ -43,6 +54,7 @@ class World:
     def __init__(self, *workers, config=CONFIG):
         self.membership = Membership(timeout_s=1.5)
         self.dispatch = Dispatch("router-1", self.membership, LeastLoaded(), config)
+        self.standings = []  # what clients were told of how their outputs stand
         for name in workers:
             self.join(name)
 
@@ -55,10 +67,18 @@ class World:
 
     def lose(self, name):
         self.membership.leave(name)
-        return self.dispatch.on_worker_lost(name, 0.0)
+        return self.without_standings(self.dispatch.on_worker_lost(name, 0.0))
+
+    def without_standings(self, actions):
+        self.standings += [action.standing for action in actions if isinstance(action, Stands)]
+        return [action for action in actions if not isinstance(action, Stands)]
 
     def submit(self, request_id="r", params=PARAMS):
         return self.dispatch.submit(Request(request_id, (5, 6, 7), params), 0.0)
+
+    def resume(self, standing, *received_ids):
+        """The request of a client that comes from another router."""
+        return self.dispatch.submit(Request("r", (5, 6, 7), PARAMS, (received_ids,), standings=(standing,)), 0.0)
 
     def submit_outputs(self, n):
         return self.dispatch.submit(Request("r", (5, 6, 7), PARAMS, received_ids=((),) * n), 0.0)
@@ -78,7 +98,7 @@ class World:
 
     def tokens(self, start, position, *ids):
         sampled = tuple(SampledToken(i) for i in ids)
-        return self.dispatch.on_tokens(start.worker, start.owner, position, sampled, 0.0)
+        return self.without_standings(self.dispatch.on_tokens(start.worker, start.owner, position, sampled, 0.0))
 
     def terminal(self, start, outcome, worker=None):
         return self.dispatch.on_terminal(worker or start.worker, start.owner, outcome, 0.0)
@@ -518,3 +538,88 @@ def test_outputs_that_a_client_has_whole_end_at_once_and_the_others_go_on():
     end, second, third = world.dispatch.submit(request, 0.0)
     assert (end.output, end.outcome) == (0, LENGTH)
     assert (second.output_ids, third.output_ids, third.share) == ((1,), (), second.owner)
+
+
+# What one router knows of an output and the next one has to.
+
+
+def test_the_client_is_told_how_its_output_stands_before_its_first_token_and_at_each_crash():
+    world = World("p0", "d0", "d1")
+    start = world.decoding()
+    assert world.standings == [Standing("same", "same")]
+    world.tokens(start, 1, 11)
+    world.lose("d0")
+    assert world.standings[1:] == [Standing("same", "same", crashes=1, crashed_at=2)]
+
+
+def test_a_resumed_request_is_stopped_after_three_crashes_in_all():
+    world = World("d0", "d1")
+    (start,) = world.resume(Standing("same", "same", crashes=2, crashed_at=1), 10)
+    assert start.local_prefill, "it is alone from the start"
+    *_, end = world.lose(start.worker)
+    assert isinstance(end.outcome, InternalError)
+    with pytest.raises(FailedPrecondition, match="crashed several workers"):
+        world.submit("again")
+
+
+def test_a_resumed_request_that_went_on_after_its_crashes_is_no_suspect():
+    world = World("p0", "d0")
+    received = range(PROGRESS)
+    params = replace(PARAMS, max_tokens=100)
+    standing = Standing("same", "same", crashes=2, crashed_at=0)
+    request = Request("r", (5, 6, 7), params, (tuple(received),), standings=(standing,))
+    (start,) = world.dispatch.submit(request, 0.0)
+    assert not start.local_prefill
+
+
+@pytest.mark.parametrize(
+    ("standing", "exact"),
+    [
+        (Standing("same", "same"), True),
+        (Standing("other", "same"), False),
+        (Standing("same", "other"), False),
+        (Standing("same", "same", exact=False), False),
+        (Standing(), True),
+    ],
+)
+def test_a_resumed_stream_is_exact_only_if_all_of_it_was(standing, exact):
+    world = World("p0", "d0")
+    (start,) = world.resume(standing, 10)
+    world.dispatch.on_ticket("d0", start.owner, TICKET, 0.0)
+    world.tokens(start, 1, 11)
+    assert world.terminal(start, LENGTH)[-1].exact is exact
+
+
+def test_a_resumed_stream_goes_on_with_the_fingerprints_it_had():
+    world = World()
+    for name in ("p0", "d0"):
+        world.join(name, "this")
+    for name in ("p1", "d1"):
+        world.join(name, "that")
+    (start,) = world.resume(Standing("that", "that"), 10)
+    assert start.worker == "d1"
+    (prefill,) = world.dispatch.on_ticket("d1", start.owner, TICKET, 0.0)
+    assert prefill.worker == "p1"
+
+
+def test_a_delivered_prompt_that_decode_computes_again_under_another_fingerprint_is_announced_as_inexact():
+    world = World()
+    world.join("p0", "this")
+    world.join("d0", "that")
+    start = world.decoding()
+    world.without_standings(world.dispatch.on_local_prefill("d0", start.owner, "preempted"))
+    assert [standing.exact for standing in world.standings] == [True, False]
+    world.tokens(start, 1, 11, 12, 13)
+    assert world.terminal(start, LENGTH)[-1].exact is False
+
+
+@pytest.mark.parametrize(("of_prefill", "exact"), [("same", True), ("other", False)])
+def test_an_output_that_shares_a_prompt_of_another_fingerprint_is_announced_as_inexact(of_prefill, exact):
+    world = World()
+    world.join("p0", of_prefill)
+    world.join("d0", "same")
+    first, second = world.submit_outputs(2)
+    world.dispatch.on_ticket("d0", first.owner, TICKET, 0.0)
+    for start, expected in ((first, True), (second, exact)):
+        world.tokens(start, 0, 10)
+        assert world.terminal(start, LENGTH)[-1].exact is expected

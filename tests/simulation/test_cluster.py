@@ -13,10 +13,10 @@ from bench.simulation.__main__ import main
 
 _SEEDS = 500
 _CHUNK = 25
-# Seeds that found a fault of the product: a request placed on a restarted worker before its session stood (36), a stop
-# string that ended the next request of its id (188). They mean this as long as bench/simulation/scenario.py draws the
-# same; direct tests stand in tests/router.
-_REGRESSIONS = (36, 188)
+# Seeds that fail where a fix is undone. With workers of two kinds, streams were called exact that were not: of an
+# output that shares a prompt of the other kind (3), of a stream resumed at another router (94), of a delivered prompt
+# that is computed again (181). They mean this as long as scenario.py draws the same; direct tests: tests/router.
+_REGRESSIONS = (3, 94, 181)
 
 
 @pytest.mark.parametrize("first", range(0, _SEEDS, _CHUNK))
@@ -49,6 +49,15 @@ _TROUBLE = (
     "damaged payload",
     "frame refused",
     "frame sent again",
+    "drain",
+    "leave",
+    "poisonous crash",
+    "preempted import",
+    "inexact",
+    "several outputs",
+    "prompt shared",
+    "stop string",
+    "outbox full",
     "Cancelled",
     "ResourceExhausted",
 )
@@ -80,5 +89,5 @@ def test_a_failure_names_its_seed_and_the_command_that_replays_it(
 
 
 @pytest.mark.parametrize("seed", _REGRESSIONS)
-def test_seeds_that_found_a_fault_stay_right(seed: int) -> None:
+def test_seeds_that_fail_without_a_fix_stay_right(seed: int) -> None:
     assert simulate(seed).problem is None

@@ -55,6 +55,8 @@ class Job:
 
     def on_leased(self, sequence: Sequence) -> None: ...
 
+    def on_preempted(self, sequence: Sequence) -> None: ...
+
     def on_tokens(self, sequence: Sequence, tokens: ListLike[SampledToken]) -> None:
         self.tokens += tokens
 

@@ -31,9 +31,9 @@ class WatchedStore(FakeStore):
         self.there = np.zeros((layout.layer_count, token_count), bool)
         self.early_reads = 0
 
-    def read(self, layer: int, start: int, stop: int) -> memoryview:
+    def read_into(self, layer: int, start: int, stop: int, out: memoryview) -> None:
         self.early_reads += not self.there[layer, start:stop].all()
-        return super().read(layer, start, stop)
+        super().read_into(layer, start, stop, out)
 
     def write(self, layer: int, start: int, stop: int, payload: memoryview) -> None:
         super().write(layer, start, stop, payload)
@@ -78,6 +78,10 @@ class SimulatedEngine:
 
     def sequence_kv(self, sequence: Sequence) -> WatchedStore:
         return self._leases[sequence.owner]
+
+    def expect(self, owner: Owner) -> None: ...  # nothing shares anything here
+
+    def forget(self, owner: Owner) -> None: ...
 
     def submit(self, sequence: Sequence) -> None:
         self._soon(lambda: self._submit(sequence))

@@ -156,10 +156,15 @@ class Expecting:
 
 def send_all(link: Link, ticket: Ticket, layers: int, token_stop: int, chunk_tokens: int) -> None:
     """What a chunked prefill reports, then the sampled token."""
+    send_layers(link, ticket, layers, token_stop, chunk_tokens)
+    link.commit(ticket.transfer_id, TOKENS)
+
+
+def send_layers(link: Link, ticket: Ticket, layers: int, token_stop: int, chunk_tokens: int) -> None:
+    """What a chunked prefill reports."""
     for start in range(0, token_stop, chunk_tokens):
         for layer in range(layers):
             link.layer_ready(ticket.transfer_id, layer, start, min(start + chunk_tokens, token_stop))
-    link.commit(ticket.transfer_id, TOKENS)
 
 
 def open_sender(

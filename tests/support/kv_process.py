@@ -1,17 +1,17 @@
 """Links in processes of their own, over real sockets, driven by lines of JSON: for faults that only processes show.
 
-    in   {"do": "link", "link", "rules", "moment"}      a link with a faulty transport
+    in   {"do": "link", "link", "rules", "moment", "host", "key"}   a link with a faulty transport, over ipc or tcp
          {"do": "expect", "link", "name", "lease_after_s"}   expect a transfer; its blocks are leased so much later
-         {"do": "send", "link", "name", "ticket"}       send one, whose whole prompt is computed already
-         {"do": "report"}                               memory, descriptors and threads of the process
+         {"do": "send", "link", "name", "ticket", "commit"}  send one, whose whole prompt is computed already
+         {"do": "report"}                                    memory, descriptors, threads; counts of the links
     out  {"event": "linked", "link"} {"event": "ticket", "name", "ticket"} {"event": "report", ...}
          {"event": "end", "name", "side", "error", "digest", "late"}
 
-Payloads of a group's links go by the carrier named when it is made ("inline": by none); the transport below it is the
+Payloads of a source's links go by the carrier named when it is made ("inline": by none); the transport below it is the
 faulty one.
 
-A process ends when its input does. `Signal` is how it stops or kills itself at an exact moment of the protocol. A group
-is forked from one process that has done the imports, which is what costs time.
+A process ends when its input does. `Signal` is how it stops or kills itself at an exact moment of the protocol. All are
+forked from a source that has done the imports, which is what costs time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +38,23 @@ from kvtransfer.link import Link
 from kvtransfer.transports.base import Event, Message, Part, Peer, Transport
 from kvtransfer.transports.carried import CarriedTransport
 from kvtransfer.transports.faulty import Fault, FaultRule, FaultyTransport
-from kvtransfer.transports.zmq import ZmqTransport, ipc_endpoint
+from kvtransfer.transports.zmq import CurveKey, ZmqTransport, ipc_endpoint
 from pdserve.clock import SystemClock
+from pdserve.config import TransferConfig
 from pdserve.errors import PdserveError
 from pdserve.tracing import Trace
 from pdserve.types import Ticket
 from support.kv_faults import CHUNK_TOKENS, LEASE_AFTER_S, TOKEN_COUNT
-from support.kv_links import LAYOUT, OWNER, carried, gloo_carrier, make_link, send_all
+from support.kv_links import CONFIG, LAYOUT, OWNER, TOKENS, carried, gloo_carrier, make_link, send_layers
 from support.kv_store import FakeStore
 
 _TESTS = Path(__file__).parent.parent
 _START_S = 30.0
+
+
+def process_config(payload: str) -> TransferConfig:
+    """What the links of a source have. A group takes its time to be made where processes outnumber cores."""
+    return replace(CONFIG, ticket_ttl_ms=2 * CONFIG.ticket_ttl_ms) if payload == "gloo" else CONFIG
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,25 +68,51 @@ class Signal:
 
 
 @contextmanager
-def kv_processes(folder: Path, count: int, payload: str = "inline") -> Iterator[list[KvProcess]]:
-    """So many processes, which share a folder for their sockets."""
-    pairs = [socket.socketpair() for _ in range(count)]
-    theirs = [pair[1].fileno() for pair in pairs]
+def kv_source(folder: Path, payload: str = "inline", command_prefix: Sequence[str] = ()) -> Iterator[KvSource]:
+    """Where processes come from. They share a folder for their sockets and end with it. `command_prefix`: what the
+    source's command line begins with, such as `nsenter` with its options."""
+    ours, theirs = socket.socketpair()
     source = subprocess.Popen(
-        [sys.executable, "-m", "support.kv_process", str(folder), payload, *map(str, theirs)],
-        pass_fds=theirs,
+        [*command_prefix, sys.executable, "-m", "support.kv_process", str(folder), payload, str(theirs.fileno())],
+        pass_fds=[theirs.fileno()],
         env=os.environ | {"PYTHONPATH": str(_TESTS)},
     )
-    processes = []
+    theirs.close()
+    made = KvSource(ours)
     try:
-        for ours, given in pairs:
-            given.close()
-            processes.append(KvProcess(ours))
-        yield processes
+        yield made
     finally:
-        for process in processes:
-            process.close()
+        made.close()
         source.wait(10.0)
+
+
+class KvSource:
+    """The parent's side of a source."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._processes: list[KvProcess] = []
+
+    def fork(self, count: int) -> list[KvProcess]:
+        """So many more processes."""
+        pairs = [socket.socketpair() for _ in range(count)]
+        for _, theirs in pairs:
+            socket.send_fds(self._control, [b"fork"], [theirs.fileno()])
+            theirs.close()
+        made = [KvProcess(ours) for ours, _ in pairs]
+        self._processes += made
+        return made
+
+    def let_end(self) -> None:
+        """No more is asked of the processes there are. Waits for nothing."""
+        for process in self._processes:
+            process.let_end()
+
+    def close(self) -> None:
+        self.let_end()
+        for process in self._processes:
+            process.close()
+        self._control.close()
 
 
 class KvProcess:
@@ -94,9 +126,18 @@ class KvProcess:
         self._reader.start()
         self.pid: int = self.wait("started", _START_S)["pid"]
 
-    def link(self, name: str, rules: Sequence[FaultRule] = (), moment: Signal | None = None) -> None:
+    def link(
+        self,
+        name: str,
+        rules: Sequence[FaultRule] = (),
+        moment: Signal | None = None,
+        host: str = "",
+        key: CurveKey | None = None,
+    ) -> None:
+        """Over ipc, or over tcp at `host` with `key`."""
         packed = [asdict(rule) | {"frame_type": rule.frame_type and rule.frame_type.__name__} for rule in rules]
-        self.command(do="link", link=name, rules=packed, moment=moment and asdict(moment))
+        halves = key and {half: value.decode() for half, value in asdict(key).items()}
+        self.command(do="link", link=name, rules=packed, moment=moment and asdict(moment), host=host, key=halves)
         self.wait("linked", link=name, timeout_s=_START_S)
 
     def expect(self, link: str, name: str, lease_after_s: float = LEASE_AFTER_S) -> dict[str, Any]:
@@ -105,8 +146,9 @@ class KvProcess:
         ticket: dict[str, Any] = self.wait("ticket", name=name)["ticket"]
         return ticket
 
-    def send(self, link: str, name: str, ticket: dict[str, Any]) -> None:
-        self.command(do="send", link=link, name=name, ticket=ticket)
+    def send(self, link: str, name: str, ticket: dict[str, Any], *, commit: bool = True) -> None:
+        """`commit=False`: all layers, but no COMMIT."""
+        self.command(do="send", link=link, name=name, ticket=ticket, commit=commit)
 
     def command(self, **what: Any) -> None:
         self._connection.sendall(json.dumps(what).encode() + b"\n")
@@ -125,16 +167,18 @@ class KvProcess:
             except queue.Empty:
                 raise AssertionError(f"not within {timeout_s:g} s: {wanted}; came: {self._unread}") from None
 
-    def wait_dead(self, timeout_s: float = 10.0) -> None:
+    def wait_dead(self, what: str, timeout_s: float = 10.0) -> None:
         """Until the process has ended, which closes its side of the connection."""
         self._reader.join(timeout_s)
-        assert not self._reader.is_alive(), f"process {self.pid} is alive after {timeout_s:g} s"
+        assert not self._reader.is_alive(), f"{what}: process {self.pid} is alive after {timeout_s:g} s"
 
-    def close(self) -> None:
-        """Let the process end; kill it, by its id, where it does not."""
+    def let_end(self) -> None:
         if self._reader.is_alive():
             self._connection.shutdown(socket.SHUT_WR)
-            self._reader.join(10.0)
+
+    def close(self) -> None:
+        """Wait for the process's end; kill it, by its id, where it does not come."""
+        self._reader.join(10.0)
         if self._reader.is_alive():
             os.kill(self.pid, signal.SIGKILL)
             self._reader.join(10.0)
@@ -156,7 +200,7 @@ class _SignallingTransport:
         self._counted = 0
         self.endpoint = inner.endpoint
         self.connect, self.disconnect = inner.connect, inner.disconnect
-        self.wake, self.close = inner.wake, inner.close
+        self.buffer, self.wake, self.close = inner.buffer, inner.wake, inner.close
 
     def send(self, peer: Peer, parts: Sequence[Part]) -> None:
         self._count("out", parts)
@@ -182,6 +226,7 @@ class _Child:
     def __init__(self, folder: Path, payload: str, connection: socket.socket) -> None:
         self._folder = folder
         self._carriers = [] if payload == "inline" else [payload]
+        self._config = process_config(payload)
         self._carried: dict[str, CarriedTransport] = {}
         self._connection = connection
         self._links: dict[str, Link] = {}
@@ -196,16 +241,25 @@ class _Child:
         for link in self._links.values():
             link.close()
 
-    def _link(self, link: str, rules: list[dict[str, Any]], moment: dict[str, Any] | None) -> None:
+    def _link(
+        self,
+        link: str,
+        rules: list[dict[str, Any]],
+        moment: dict[str, Any] | None,
+        host: str,
+        key: dict[str, str] | None,
+    ) -> None:
         unpacked = [
             FaultRule(**rule | {"fault": Fault(rule["fault"]), "frame_type": getattr(frames, rule["frame_type"])})
             for rule in rules
         ]
-        transport: Transport = ZmqTransport(ipc_endpoint(self._folder, link), link.encode())
+        endpoint = f"tcp://{host}:*" if host else ipc_endpoint(self._folder, link)
+        curve = key and CurveKey(**{half: value.encode() for half, value in key.items()})
+        transport: Transport = ZmqTransport(endpoint, link.encode(), key=curve or None)
         transport = FaultyTransport(transport, unpacked, 1, SystemClock())
         transport = self._carried[link] = carried(transport, *self._carriers)
         transport = _SignallingTransport(transport, Signal(**moment)) if moment else transport
-        self._links[link] = make_link(transport, trace=Trace(capacity=256))  # a full one does not grow
+        self._links[link] = make_link(transport, self._config, trace=Trace(capacity=256))  # a full one does not grow
         self._links[link].start()
         self._say("linked", link=link)
 
@@ -225,12 +279,14 @@ class _Child:
         issued.set()
         self._say("ticket", name=name, ticket=asdict(ticket) | {"transfer_id": ticket.transfer_id.hex()})
 
-    def _send(self, link: str, name: str, ticket: dict[str, Any]) -> None:
+    def _send(self, link: str, name: str, ticket: dict[str, Any], commit: bool) -> None:
         given = Ticket(**ticket | {"transfer_id": bytes.fromhex(ticket["transfer_id"])})
         store = FakeStore.random(LAYOUT, TOKEN_COUNT, seed=1)
         on_end = self._on_end(name, "prefill", store)
         self._links[link].open_sender(given, OWNER, range(TOKEN_COUNT), TOKEN_COUNT, store, on_end)
-        send_all(self._links[link], given, LAYOUT.layer_count, TOKEN_COUNT, CHUNK_TOKENS)
+        send_layers(self._links[link], given, LAYOUT.layer_count, TOKEN_COUNT, CHUNK_TOKENS)
+        if commit:
+            self._links[link].commit(given.transfer_id, TOKENS)
 
     def _report(self) -> None:
         status = Path("/proc/self/status").read_text()
@@ -242,6 +298,7 @@ class _Child:
             threads=threading.active_count(),
             arenas=Path("/proc/self/maps").read_text().count("memfd:pdserve-kv"),
             counts={link: dict(transport.counts) for link, transport in self._carried.items()},
+            stats={name: asdict(link.stats()) for name, link in self._links.items()},
         )
 
     def _on_end(self, name: str, side: str, store: FakeStore) -> Callable[[object], None]:
@@ -262,20 +319,21 @@ def digest_of(store: FakeStore) -> str:
     return hashlib.blake2b(store.keys.tobytes() + store.values.tobytes(), digest_size=16).hexdigest()
 
 
-def _fork(folder: Path, payload: str, descriptors: list[int]) -> None:
-    """One child for each connection; wait for them all."""
+def _serve(folder: Path, payload: str, control: socket.socket) -> None:
+    """Fork a child for each connection that comes; after the last one, wait for them all."""
     if payload == "gloo":
         gloo_carrier(1.0)  # imports torch, once for all
-    for place, descriptor in enumerate(descriptors):
+    children = 0
+    while descriptors := socket.recv_fds(control, len(b"fork"), 1)[1]:
         if os.fork() == 0:
-            for other in descriptors[place + 1 :]:
-                os.close(other)
-            _Child(folder, payload, socket.socket(fileno=descriptor)).run()
-            return
-        os.close(descriptor)
-    for _ in descriptors:
+            control.close()
+            _Child(folder, payload, socket.socket(fileno=descriptors[0])).run()
+            os._exit(0)  # at once: a group's thread may wait for a peer that the test has killed
+        os.close(descriptors[0])
+        children += 1
+    for _ in range(children):
         os.wait()
 
 
 if __name__ == "__main__":
-    _fork(Path(sys.argv[1]), sys.argv[2], [int(number) for number in sys.argv[3:]])
+    _serve(Path(sys.argv[1]), sys.argv[2], socket.socket(fileno=int(sys.argv[3])))

@@ -16,7 +16,7 @@ from typing import Protocol
 from kvtransfer.exchange import Exchange
 from kvtransfer.frames import Credit, FrameError, Layer, decode
 from kvtransfer.stats import LinkStats
-from kvtransfer.transports.base import Event, Message, Part, Peer
+from kvtransfer.transports.base import Event, Message, Part, Peer, fresh_buffer
 from kvtransfer.transports.faulty import Fault, FaultRule, FaultyTransport
 from pdserve.clock import ManualClock
 from pdserve.config import TransferConfig
@@ -103,6 +103,9 @@ class SimulatedTransport:
 
     def disconnect(self, peer: Peer) -> None:
         pass
+
+    def buffer(self, peer: Peer, byte_count: int) -> memoryview:
+        return fresh_buffer(byte_count)
 
     def send(self, peer: Peer, parts: Sequence[Part]) -> None:
         if self._closed:

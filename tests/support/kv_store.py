@@ -30,10 +30,17 @@ class FakeStore:
         store.values[:] = generator.integers(0, 256, store.values.shape, np.uint8)
         return store
 
-    def read(self, layer: int, start: int, stop: int) -> memoryview:
+    def read_into(self, layer: int, start: int, stop: int, out: memoryview) -> None:
         self._use()
         self.reads += 1
-        return memoryview(np.concatenate((self.keys[layer, start:stop], self.values[layer, start:stop])).reshape(-1))
+        halves = np.frombuffer(out, np.uint8).reshape(2, stop - start, -1)
+        halves[0], halves[1] = self.keys[layer, start:stop], self.values[layer, start:stop]
+
+    def read(self, layer: int, start: int, stop: int) -> memoryview:
+        """For tests themselves: in memory of its own."""
+        out = memoryview(bytearray(2 * (stop - start) * self.keys.shape[-1]))
+        self.read_into(layer, start, stop, out)
+        return out
 
     def write(self, layer: int, start: int, stop: int, payload: memoryview) -> None:
         self._use()

@@ -75,20 +75,54 @@ void write_slot(const struct pdk_cache *cache, int64_t layer, int64_t slot, int6
     }
 }
 
+/* Between bfloat16 rows in canonical order and a slot of a bfloat16 cache, which is what transfers do all day: the places
+ * are key_place's and value_place's, reached by steps. K lies in pairs, a line apart; V in every second element of a line. */
+static void store_rows(const struct pdk_cache *cache, struct slot_tiles to, const uint16_t *k, const uint16_t *v)
+{
+    const int64_t size = cache->head_dim;
+    uint16_t *key = (uint16_t *)to.key + key_place(cache, to.lane, 0);
+    uint16_t *value = (uint16_t *)to.value + value_place(cache, to.lane, 0);
+    int64_t d = 0;
+    for (; d + 1 < size; d += 2, key += 2 * PANEL)
+        memcpy(key, k + d, 2 * sizeof *key);
+    if (d < size)
+        *key = k[d];
+    for (d = 0; d + PANEL <= size; d += PANEL, value += TILE_TOKENS * PANEL)
+        for (int64_t i = 0; i < PANEL; i++)
+            value[2 * i] = v[d + i];
+    for (int64_t i = 0; d + i < size; i++)
+        value[2 * i] = v[d + i];
+}
+
+static void load_rows(const struct pdk_cache *cache, struct slot_tiles from, uint16_t *k, uint16_t *v)
+{
+    const int64_t size = cache->head_dim;
+    const uint16_t *key = (const uint16_t *)from.key + key_place(cache, from.lane, 0);
+    const uint16_t *value = (const uint16_t *)from.value + value_place(cache, from.lane, 0);
+    int64_t d = 0;
+    for (; d + 1 < size; d += 2, key += 2 * PANEL)
+        memcpy(k + d, key, 2 * sizeof *k);
+    if (d < size)
+        k[d] = *key;
+    for (d = 0; d + PANEL <= size; d += PANEL, value += TILE_TOKENS * PANEL)
+        for (int64_t i = 0; i < PANEL; i++) /* so often that the compiler can do them at once */
+            v[d + i] = value[2 * i];
+    for (int64_t i = 0; d + i < size; i++)
+        v[d + i] = value[2 * i];
+}
+
 /* As write_slot, of bfloat16 rows. */
 static void write_slot_bfloat16(const struct pdk_cache *cache, int64_t layer, int64_t slot, int64_t kv_head,
                                 const uint16_t *k, const uint16_t *v)
 {
     const struct slot_tiles to = tiles_of(cache, layer, slot, kv_head);
+    if (cache->dtype == PDK_BFLOAT16) {
+        store_rows(cache, to, k, v);
+        return;
+    }
     for (int64_t d = 0; d < cache->head_dim; d++) {
-        const int64_t key_at = key_place(cache, to.lane, d), value_at = value_place(cache, to.lane, d);
-        if (cache->dtype == PDK_BFLOAT16) {
-            ((uint16_t *)to.key)[key_at] = k[d];
-            ((uint16_t *)to.value)[value_at] = v[d];
-        } else {
-            ((float *)to.key)[key_at] = float_of(k[d]);
-            ((float *)to.value)[value_at] = float_of(v[d]);
-        }
+        ((float *)to.key)[key_place(cache, to.lane, d)] = float_of(k[d]);
+        ((float *)to.value)[value_place(cache, to.lane, d)] = float_of(v[d]);
     }
 }
 
@@ -112,15 +146,13 @@ void pdk_read_kv(const struct pdk_cache *cache, int64_t layer, const int64_t *sl
         for (int64_t head = 0; head < cache->kv_heads; head++) {
             const struct slot_tiles from = tiles_of(cache, layer, slots[token], head);
             const int64_t at = (token * cache->kv_heads + head) * cache->head_dim;
+            if (cache->dtype == PDK_BFLOAT16) {
+                load_rows(cache, from, (uint16_t *)kv + at, (uint16_t *)kv + v_offset + at);
+                continue;
+            }
             for (int64_t d = 0; d < cache->head_dim; d++) {
-                const int64_t key_at = key_place(cache, from.lane, d), value_at = value_place(cache, from.lane, d);
-                if (cache->dtype == PDK_BFLOAT16) {
-                    ((uint16_t *)kv)[at + d] = ((const uint16_t *)from.key)[key_at];
-                    ((uint16_t *)kv)[v_offset + at + d] = ((const uint16_t *)from.value)[value_at];
-                } else {
-                    ((float *)kv)[at + d] = ((const float *)from.key)[key_at];
-                    ((float *)kv)[v_offset + at + d] = ((const float *)from.value)[value_at];
-                }
+                ((float *)kv)[at + d] = ((const float *)from.key)[key_place(cache, from.lane, d)];
+                ((float *)kv)[v_offset + at + d] = ((const float *)from.value)[value_place(cache, from.lane, d)];
             }
         }
 }
