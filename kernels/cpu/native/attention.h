@@ -208,7 +208,8 @@ static void ATTEND(take_segment)(const struct attention_task *task, const struct
         segment->values[tile] = value_tile(task, first, tokens, scratch->value_tiles + tile * value_bytes);
         if (!segment->wide)
             continue;
-        ATTEND(widen_panels)(segment->keys[tile], key_bytes / 2, 2, scratch->wide_keys + tile * 2 * key_floats, key_floats);
+        ATTEND(widen_panels)(segment->keys[tile], key_bytes / 2, 2, scratch->wide_keys + tile * 2 * key_floats,
+                             key_floats);
         ATTEND(widen_panels)(segment->values[tile], value_bytes / panel_count, panel_count,
                              scratch->wide_values + tile * TILE_TOKENS * PANEL, SEGMENT_TOKENS * PANEL);
     }
@@ -230,7 +231,8 @@ static void ATTEND(score)(const struct ATTEND(segment) *segment, int64_t head_di
         return;
     }
     for (int64_t panel = 0; panel < panel_count; panel += 2) {
-        const struct panels panels = {&segment->keys[panel / 2], key_dim, key_dim, panel_bytes, min_of(2, panel_count - panel)};
+        const struct panels panels = {&segment->keys[panel / 2], key_dim, key_dim, panel_bytes,
+                                      min_of(2, panel_count - panel)};
         ATTEND(project)(false, query, key_dim, rows, &panels, scores + panel * PANEL, SCORE_STRIDE);
     }
 }

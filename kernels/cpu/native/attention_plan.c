@@ -115,7 +115,8 @@ static void copy_rows(const struct attention_task *from, const struct attention_
                       int64_t to_stride_bytes)
 {
     for (int64_t token = 0; token < from->token_count; token++)
-        memcpy((char *)to->out + token * to_stride_bytes, (const char *)from->out + token * row_bytes, (size_t)row_bytes);
+        memcpy((char *)to->out + token * to_stride_bytes, (const char *)from->out + token * row_bytes,
+               (size_t)row_bytes);
 }
 
 /* Compute a task into the thread's own memory first: it may turn out that another thread has done so. */

@@ -154,7 +154,8 @@ static void embed(struct pass *pass)
 }
 
 /* Norm row `from` of x into row `to` of an operand. */
-static void norm_row(const struct pass *pass, int64_t thread, int64_t from, int64_t to, const float *weight, char *operand)
+static void norm_row(const struct pass *pass, int64_t thread, int64_t from, int64_t to, const float *weight,
+                     char *operand)
 {
     const int64_t size = pass->decoder->hidden_size, bytes = operand_size(size) * pass->products->operand_bytes;
     float *normed = normed_of(pass, thread);

@@ -108,7 +108,8 @@ double pdk_product_rate(const struct pdk_path *path, struct pdk_pool *pool, int6
         for (int64_t i = 0; i < repeats; i++) {
             const double began = seconds();
             pool_run(pool, multiply_all, &work);
-            const double count = 2.0 * PRODUCT_ROWS * PRODUCT_K * PRODUCT_PANELS * PANEL * PRODUCT_ROUNDS * PIECES_A_THREAD * (double)threads;
+            const double count = 2.0 * PRODUCT_ROWS * PRODUCT_K * PRODUCT_PANELS * PANEL
+                                 * PRODUCT_ROUNDS * PIECES_A_THREAD * (double)threads;
             const double rate = count / (seconds() - began);
             best = rate > best ? rate : best;
         }

@@ -13,7 +13,7 @@ enum {
     GROUP = 2,        /* panels that go through a block of rows together */
     ROW_BLOCK = 120,  /* rows whose operand the second cache holds: 120 rows x 512 x 4 bytes */
     K_BLOCK = 512,    /* of K: a panel of it fits the nearest cache beside the operand's rows */
-    WIDE_ROWS = 24,   /* from here on it pays to widen a panel before it is multiplied */
+    WIDE_ROWS = 48,   /* from here on it pays to widen a panel before it is multiplied */
     WIDE_K_BLOCK = 256,
 };
 

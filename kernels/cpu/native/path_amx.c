@@ -19,7 +19,8 @@
 #include "path.h"
 #include "simd.h"
 
-enum { TILE_ROWS = 16, TILE_K = 32, QUERY_ROWS = 32, BLOCK_ROWS = QUERY_ROWS, DIAGONAL_ROWS = QUERY_ROWS, PAIR_K_STEP = TILE_K };
+enum { TILE_ROWS = 16, TILE_K = 32, PAIR_K_STEP = TILE_K };
+enum { QUERY_ROWS = 32, BLOCK_ROWS = QUERY_ROWS, DIAGONAL_ROWS = QUERY_ROWS };
 
 /* Accumulators are tiles 0 to 3 (row tile times two plus panel), operands 4 and 5, panels 6 and 7. */
 INLINE void multiply_tiles(const int row_tiles, const int panel_tiles, const char *operand, int64_t operand_bytes,
@@ -96,10 +97,10 @@ const struct pdk_path amx_path = {
     .end = amx_end,
     .products =
         {
-            [PDK_FLOAT32] = {multiply_float32, 4, 1, QUERY_ROWS, NULL, NULL, store_float32, attend_scratch_float32, attend_float32,
-                             merge_float32},
-            [PDK_BFLOAT16] = {multiply_bfloat16, 2, PAIR_K_STEP, QUERY_ROWS, NULL, NULL, store_bfloat16, attend_scratch_bfloat16,
-                              attend_bfloat16, merge_bfloat16},
+            [PDK_FLOAT32] = {multiply_float32, 4, 1, QUERY_ROWS, NULL, NULL, store_float32,
+                             attend_scratch_float32, attend_float32, merge_float32},
+            [PDK_BFLOAT16] = {multiply_bfloat16, 2, PAIR_K_STEP, QUERY_ROWS, NULL, NULL, store_bfloat16,
+                              attend_scratch_bfloat16, attend_bfloat16, merge_bfloat16},
         },
     .rms_norm = rms_norm_row,
     .silu_mul = silu_mul_row,

@@ -76,10 +76,10 @@ const struct pdk_path JOIN(PATH_NAME, _path) = {
     .end = nothing,
     .products =
         {
-            [PDK_FLOAT32] = {multiply_float32, 4, 1, QUERY_ROWS, NULL, NULL, store_float32, attend_scratch_float32, attend_float32,
-                             merge_float32},
-            [PDK_BFLOAT16] = {multiply_bfloat16, 4, 2, QUERY_ROWS, multiply_float32, widen, store_rounded, attend_scratch_bfloat16,
-                              attend_bfloat16, merge_bfloat16},
+            [PDK_FLOAT32] = {multiply_float32, 4, 1, QUERY_ROWS, NULL, NULL, store_float32,
+                             attend_scratch_float32, attend_float32, merge_float32},
+            [PDK_BFLOAT16] = {multiply_bfloat16, 4, 2, QUERY_ROWS, multiply_float32, widen, store_rounded,
+                              attend_scratch_bfloat16, attend_bfloat16, merge_bfloat16},
         },
     .rms_norm = rms_norm_row,
     .silu_mul = silu_mul_row,

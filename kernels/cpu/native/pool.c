@@ -1,4 +1,4 @@
-/* Threads, barriers and their waiting. Linux: futexes and affinities. */
+/* Threads, regions, phases and their waiting. Linux: futexes and affinities. */
 #define _GNU_SOURCE
 #include "pool.h"
 
