@@ -7,7 +7,7 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from pdserve.client import AsyncClient, Client
+from pdserve.client import AsyncClient, Client, blocking
 from pdserve.config import RouterConfig
 from pdserve.errors import Cancelled, Unavailable
 from pdserve.rpc import cluster_pb2 as pb
@@ -41,7 +41,10 @@ def refusal(router, hello):
     return caught.value.code().name, caught.value.details()
 
 
-def test_a_worker_that_loses_its_router_returns_all_leases_and_joins_the_next_one(small_checkpoint, sockets):
+def test_a_worker_that_loses_its_router_returns_all_leases_and_joins_the_next_one(
+    small_checkpoint, sockets, monkeypatch
+):
+    monkeypatch.setattr(blocking, "RESUME_TIMEOUT_S", 1.0)  # no router comes back at that address
     with RouterThread(small_checkpoint) as router:
         port = int(router.router.session_address.rsplit(":", 1)[1])
         worker = make_worker(small_checkpoint, sockets, router)
