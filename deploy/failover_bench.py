@@ -29,6 +29,7 @@ from pdserve.rpc.inference_pb2 import WorkerStatus
 _PROMPT, _EMITTED, _OUTPUT = 96, 16, 48  # tokens of a request whose decode worker is killed
 _LONG_PROMPT = 384  # of one whose prefill worker is killed while it sends
 _STREAMS = 32  # half of them on each decode worker
+_LASTING = 192  # tokens of each: the first must still run when the last begins
 _CLIENTS = 8
 _LOOK_S = 0.005
 _DEADLINE_S = 120.0
@@ -85,8 +86,10 @@ def bench_recovery() -> RecoveryRow:
     """Kill a decode worker that serves half of many streams."""
     with _cluster(prefill=1, decode=2) as cluster, Client(cluster.grpc_address) as client:
         prompts = [_ids(_PROMPT, seed) for seed in range(_STREAMS)]
-        undisturbed = [client.complete(prompt, **_OPTIONS) for prompt in prompts]
-        readers = [_Reader(client, prompt) for prompt in prompts]
+        undisturbed = [_Reader(client, prompt, _LASTING) for prompt in prompts]
+        for reader in undisturbed:
+            reader.join()
+        readers = [_Reader(client, prompt, _LASTING) for prompt in prompts]
         _wait(lambda: all(reader.tokens for reader in readers))
         victim = next(worker for worker in cluster.info().workers if worker.worker_id == "decode-0")
         killed_at = _kill(victim)
@@ -94,7 +97,8 @@ def bench_recovery() -> RecoveryRow:
             reader.join()
         lost = [reader for reader in readers if reader.result.attempts > 1]
         changed = sum(
-            reader.result.token_ids != expected.token_ids for reader, expected in zip(readers, undisturbed, strict=True)
+            reader.result.token_ids != expected.result.token_ids
+            for reader, expected in zip(readers, undisturbed, strict=True)
         )
         recovered = max(_next_after(reader.arrivals, killed_at) for reader in lost)
         return RecoveryRow("decode kill", len(lost), recovered * 1e3, changed)
@@ -161,10 +165,10 @@ class _Kills:
 class _Reader:
     """Reads one stream on a thread of its own and notes when tokens came."""
 
-    def __init__(self, client: Client, prompt: list[int]) -> None:
+    def __init__(self, client: Client, prompt: list[int], output: int = _OUTPUT) -> None:
         self.arrivals: list[float] = []
         self.tokens = 0
-        self._stream = client.generate(prompt, **_OPTIONS)
+        self._stream = client.generate(prompt, **_OPTIONS | {"max_tokens": output})
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
