@@ -29,7 +29,7 @@ from pdserve.rpc.inference_pb2 import WorkerStatus
 _PROMPT, _EMITTED, _OUTPUT = 96, 16, 48  # tokens of a request whose decode worker is killed
 _LONG_PROMPT = 384  # of one whose prefill worker is killed while it sends
 _STREAMS = 32  # half of them on each decode worker
-_LASTING = 192  # tokens of each: the first must still run when the last begins
+_LASTING = 320  # tokens of each: the first must still run when the last begins
 _CLIENTS = 8
 _LOOK_S = 0.005
 _DEADLINE_S = 120.0
