@@ -133,9 +133,7 @@ class IncomingTransfer:
         for action in actions:
             match action:
                 case Write(frame):
-                    good = self._write(frame, payload)
-                    then = self._receiver.written if good else self._receiver.bad_payload
-                    self._run(then(frame, now), peer, _NOTHING, now)
+                    self._run(self._write(frame, payload, now), peer, _NOTHING, now)
                 case Send(frame):
                     if peer is not None:  # nobody was heard yet: nobody to tell
                         self._port.send(peer, frame)
@@ -160,8 +158,8 @@ class IncomingTransfer:
                     self._stats.transfers_failed += 1
                     self._end(error)
 
-    def _write(self, frame: Layer, payload: memoryview) -> bool:
-        """Store a frame's payload. False: it was damaged. A store that keeps it otherwise shows in COMMIT's list."""
+    def _write(self, frame: Layer, payload: memoryview, now: float) -> Sequence[ReceiverAction]:
+        """Store a frame's payload, read it back, and tell the table whether it was damaged, or is kept otherwise."""
         assert self._writer is not None
         assert self._reread is not None
         assert self._hashes is not None
@@ -173,12 +171,13 @@ class IncomingTransfer:
             self._hashes.forget(layer, start, stop)
             if damaged:
                 self._stats.checksum_failures += 1
-                return False
+                return self._receiver.bad_payload(frame, now)
+            return self._receiver.written(frame, now, kept=False)
         self._hashes.complete(layer, start, stop, self._reread)
         self._trace.record(
             "frame_received", transfer=self._name, layer=layer, start=start, stop=stop, bytes=payload.nbytes
         )
-        return True
+        return self._receiver.written(frame, now)
 
     def _mismatches(self, payload: memoryview) -> list[tuple[int, int]]:
         assert self._hashes is not None

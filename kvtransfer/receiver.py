@@ -112,6 +112,7 @@ class Receiver:
         self._ends_at = now + timing.deadline_s
         self._heard_at = now
         self._covered = [RangeSet() for _ in range(expected.layout.layer_count)]
+        self._doubted = [RangeSet() for _ in self._covered]  # of these, what only this sender's COMMIT can mend
         self._tokens: tuple[SampledToken, ...] = ()
         self._repair_rounds = 0
         self._bad_payloads = 0
@@ -178,6 +179,7 @@ class Receiver:
         """Want no more: what is stored in every layer is the caller's, who computes the rest."""
         if self.ended:
             return []
+        self._drop_doubted()
         self.state = ReceiverState.TAKEN_OVER
         self._error = TransferError("the receiver computes the rest itself")
         start = self._expected.token_start
@@ -186,11 +188,14 @@ class Receiver:
         farewell = Send(abort_frame(self._expected.transfer, self.epoch, self._error))
         return [TakenOver(max(start, stop)), farewell]
 
-    def written(self, frame: Layer, now: float) -> list[ReceiverAction]:
-        """What Write asked for is stored."""
+    def written(self, frame: Layer, now: float, kept: bool = True) -> list[ReceiverAction]:
+        """What Write asked for is stored. Not `kept`: reading it back gave something else. COMMIT's list names such
+        blocks, and they are written again; without a COMMIT of this sender they do not count."""
         if self.state is not ReceiverState.RECEIVING:
             return []
         self._covered[frame.layer].add(frame.token_start, frame.token_stop)
+        doubted = self._doubted[frame.layer]
+        (doubted.discard if kept else doubted.add)(frame.token_start, frame.token_stop)
         self._fruitless_rounds = 0
         self._bad_payloads = 0
         return self._consume(frame.spent)
@@ -276,13 +281,14 @@ class Receiver:
         return [Write(frame)]
 
     def _ask_again(self, frame: Layer | Commit) -> list[ReceiverAction]:
+        if isinstance(frame, Layer):  # first of all: its place has been written over
+            self._check_place(frame)
+            self._covered[frame.layer].discard(frame.token_start, frame.token_stop)
         self._bad_payloads += 1
         if self._bad_payloads > MAX_BAD_PAYLOADS:
             raise TransferError(f"{self._bad_payloads} payloads in a row were corrupt")
         if isinstance(frame, Commit):
             return [self._nack(())]
-        self._check_place(frame)
-        self._covered[frame.layer].discard(frame.token_start, frame.token_stop)
         actions = self._consume(frame.spent)
         return [self._nack(((frame.layer, frame.token_start, frame.token_stop),)), *actions]
 
@@ -317,9 +323,17 @@ class Receiver:
             return []
         if self.state is ReceiverState.SENDERLESS or not error.retryable:
             return self._end(error)
+        self._drop_doubted()
         self.state = ReceiverState.SENDERLESS
         self._heard_at = now
         return [SenderLost(error)]
+
+    def _drop_doubted(self) -> None:
+        """What was not kept as it came is not stored for anybody else."""
+        for covered, doubted in zip(self._covered, self._doubted, strict=True):
+            for start, stop in doubted.within(self._expected.token_start, self._expected.token_stop):
+                covered.discard(start, stop)
+                doubted.discard(start, stop)
 
     def _silence(self) -> TransferError:
         return TransferError(f"the sender was silent for {self._timing.ttl_s:g} s while {self.state}")

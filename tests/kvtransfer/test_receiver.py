@@ -293,6 +293,40 @@ def test_block_that_never_comes_right_is_data_loss() -> None:
     assert len(aborts(actions)) == 1
 
 
+def test_what_is_not_kept_as_it_came_does_not_count_when_the_receiver_takes_over() -> None:
+    made = receiving()
+    for frame in ALL_LAYERS:
+        made.written(frame, 0.0, kept=frame is not ALL_LAYERS[1])
+    taken, *_ = made.take_over(0.0)
+    assert taken == TakenOver(ALL_LAYERS[1].token_start)
+
+
+def test_what_was_not_kept_counts_once_it_is_written_again() -> None:
+    made = receiving()
+    for frame in ALL_LAYERS:
+        made.written(frame, 0.0, kept=frame is not ALL_LAYERS[1])
+    made.written(ALL_LAYERS[1], 0.0)
+    taken, *_ = made.take_over(0.0)
+    assert taken == TakenOver(20)
+
+
+def test_the_next_sender_is_asked_for_what_was_not_kept() -> None:
+    made = covered()
+    made.written(ALL_LAYERS[0], 0.0, kept=False)
+    made.sender_lost(3, TransferError("gone"), 0.0)
+    taken, *_ = made.take_over(0.0)
+    assert taken == TakenOver(ALL_LAYERS[0].token_start)
+
+
+def test_the_damage_that_is_one_too_many_has_still_overwritten_its_place() -> None:
+    made = covered()
+    for _ in range(MAX_BAD_PAYLOADS):
+        made.bad_payload(layer(1, 16, 20, spent=28), 0.0)
+    made.bad_payload(layer(1, 8, 12, spent=28), 0.0)
+    taken, *_ = made.take_over(0.0)
+    assert taken == TakenOver(8)
+
+
 def test_damaged_layer_is_asked_for_again_and_its_credit_returns() -> None:
     made = receiving()
     bad = layer(0, 8, 12, spent=8)
