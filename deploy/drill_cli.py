@@ -46,8 +46,8 @@ def list_drills(json_output: Annotated[bool, typer.Option("--json", help="Print 
 def run(
     names: Annotated[list[str], typer.Argument(help="Drills' names, or all.")],
     seed: Annotated[int, typer.Option(help="Of the load and of what chance decides.")] = 0,
-    duration: Annotated[float, typer.Option(help="Seconds, for drills that go on as long as one likes.")] = 60.0,
-    streams: Annotated[int, typer.Option(help="Requests at once.")] = 5,
+    duration: Annotated[float, typer.Option(min=5, help="Seconds, for drills that go on as long as one likes.")] = 60.0,
+    streams: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 5,
     target: Annotated[
         str, typer.Option("--target", help="host:port of each router of a running cluster, commas between.")
     ] = "",
@@ -69,6 +69,8 @@ def run(
     drills = [drill for name in names for drill in find(name)]
     if target and defect:
         raise ConfigError("--break needs a cluster of the drill's own: leave --target out")
+    if html is not None and not html.absolute().parent.is_dir():
+        raise ConfigError(f"--html {html}: there is no directory {html.absolute().parent}")
     settings = replace(Settings(), seed=seed, duration_s=duration, streams=streams)
     progress = SilentProgress() if json_output else LiveProgress(_out)
     clusters = (
