@@ -47,10 +47,11 @@ Transfer = OutgoingTransfer | IncomingTransfer
 
 @dataclass(slots=True)
 class _Connection:
-    """A peer we connected to, and since when no transfer has used it."""
+    """A peer we connected to, and since when no transfer has used it. `lost`: it went, and has not been heard since."""
 
     users: int
     idle_since: float
+    lost: bool = False
 
 
 class Exchange:
@@ -164,6 +165,8 @@ class Exchange:
             self._on_message(event.peer, event.parts)
         else:  # nobody is failed for it: a connection may come back, and silence has a deadline
             self._stats.peers_lost += 1
+            if event.peer in self._connections:
+                self._connections[event.peer].lost = True
             self._log.debug("peer lost", peer=event.peer.decode(errors="replace"))
 
     def _on_message(self, peer: Peer, parts: Sequence[Part]) -> None:
@@ -178,6 +181,7 @@ class Exchange:
             self._stats.frames_received += 1
             self._stats.bytes_received += received.payload.nbytes
             if peer in self._connections:  # those we connected to answer our senders
+                self._connections[peer].lost = False
                 self._to_sender(peer, received.frame)
             else:
                 self._to_receiver(peer, received)
@@ -245,7 +249,7 @@ class Exchange:
                 connection.users -= 1
                 connection.idle_since = now
         for peer, connection in list(self._connections.items()):
-            if connection.users == 0 and now >= connection.idle_since + self._idle_s:
+            if connection.users == 0 and (connection.lost or now >= connection.idle_since + self._idle_s):
                 del self._connections[peer]
                 self._transport.disconnect(peer)
 

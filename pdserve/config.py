@@ -65,7 +65,7 @@ class TransferConfig:
     renewal_failures: int = 3  # failures in a row, over all transfers, after which renewing cools down
     renewal_cooldown_ms: int = 10_000
     # How long a connection without a transfer stays: a carrier's memory costs as much to touch anew as some copies.
-    connection_idle_ms: int = 60_000
+    connection_idle_ms: int = 15_000
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from kvtransfer.exchange import Exchange
 from kvtransfer.frames import Abort, Ack, Commit, Credit, Frame, Gone, Nack, Open, Ping, decode, encode
 from kvtransfer.receiver import Expectation
 from kvtransfer.stats import LinkStats
-from kvtransfer.transports.base import Event, Message, Part, Peer, fresh_buffer
+from kvtransfer.transports.base import Event, Message, Part, Peer, PeerLost, fresh_buffer
 from pdserve.clock import ManualClock
 from pdserve.errors import Cancelled, TransferError
 from pdserve.logs import logger
@@ -19,7 +19,7 @@ from support.kv_links import CONFIG, LAYOUT
 from support.kv_store import FakeStore
 
 TTL_S = CONFIG.ticket_ttl_ms / 1000
-IDLE_S = 60.0  # of a connection
+IDLE_S = CONFIG.connection_idle_ms / 1000
 ENDPOINT = "wire://there"
 RECEIVER, SENDER = b">" + ENDPOINT.encode(), b"<somebody"
 STOP = Cancelled("stop")
@@ -107,6 +107,16 @@ def test_connection_without_transfers_is_given_up_after_a_while() -> None:
     worker.advance(0.02)
     assert worker.transport.disconnected == [RECEIVER]
     worker.advance(IDLE_S)
+    assert worker.transport.disconnected == [RECEIVER]
+
+
+def test_connection_to_a_peer_that_is_lost_does_not_wait() -> None:
+    worker = Worker()
+    first = worker.send(1)
+    worker.exchange.on_event(PeerLost(RECEIVER))
+    assert worker.transport.disconnected == []
+    worker.exchange.abort_outgoing(first, STOP)
+    worker.advance(0.01)
     assert worker.transport.disconnected == [RECEIVER]
 
 
