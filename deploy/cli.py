@@ -211,7 +211,10 @@ def _addresses(address: str, path: Path | None, runtime_dir: str) -> list[str]:
     if state is None or state.supervisor() is None:
         if runtime.supervisor() is not None:
             raise Unavailable(f"the cluster in {runtime.path} is starting; try again when it serves")
-        raise Unavailable("no cluster runs on this machine: start one with `pdserve up`, or name one with --address")
+        raise Unavailable(
+            f"no cluster runs in {runtime.path}: start one with `pdserve up`, "
+            "or name one with --runtime-dir or --address"
+        )
     return state.routers
 
 
@@ -249,7 +252,7 @@ def _run_cluster(config: Config, json_output: bool) -> None:
             _out.print(f"{cluster.model} serves at {cluster.grpc_address} {took}")
             _print_status(info)
             _out.print("Ctrl-C stops it")
-        with contextlib.suppress(SystemExit):
+        with contextlib.suppress(KeyboardInterrupt, SystemExit):
             threading.Event().wait()
         if not json_output:
             _out.print("stopping …")

@@ -21,6 +21,7 @@ from datetime import datetime
 from pathlib import Path
 
 from deploy.cluster import LocalCluster
+from deploy.drills.arena import wait_for
 from pdserve.client import Client, Result
 from pdserve.config import Config
 from pdserve.errors import Unavailable
@@ -31,7 +32,6 @@ _LONG_PROMPT = 384  # of one whose prefill worker is killed while it sends
 _STREAMS = 32  # half of them on each decode worker
 _LASTING = 320  # tokens of each: the first must still run when the last begins
 _CLIENTS = 8
-_LOOK_S = 0.005
 _DEADLINE_S = 120.0
 
 
@@ -271,11 +271,8 @@ def _next_after(arrivals: list[float], killed_at: float) -> float:
 
 
 def _wait(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + _DEADLINE_S
-    while not condition():
-        if time.monotonic() > deadline:
-            raise Unavailable("the cluster did not get there in time")
-        time.sleep(_LOOK_S)
+    if not wait_for(condition, _DEADLINE_S):
+        raise Unavailable(f"the cluster did not get there within {_DEADLINE_S:g} s")
 
 
 def _p99(values: list[float]) -> float:

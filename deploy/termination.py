@@ -28,6 +28,8 @@ def exit_on_signals() -> None:
     Ray has started: it puts handlers of its own in place."""
 
     def leave(number: int, frame: object) -> None:
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt  # Ray's calls pass it on as it is; a SystemExit they replace by one with code 1
         raise SystemExit(128 + number)
 
     for number in STOP_SIGNALS:

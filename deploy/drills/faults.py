@@ -17,7 +17,7 @@ from types import TracebackType
 
 import psutil
 
-from deploy.drills.arena import Arena, Process
+from deploy.drills.arena import Arena, Process, wait_for
 from deploy.drills.verdict import Mark
 from pdserve.rpc.inference_pb2 import ServerInfo, WorkerStatus
 
@@ -107,11 +107,10 @@ class Injector:
 
     def settle(self) -> None:
         """Everything is ready again: let the watch see it."""
-        deadline = time.monotonic() + 10 * _POLL_S
-        while time.monotonic() < deadline and any(
-            each.detected_s is not None and each.recovered_s is None for each in self.injected
-        ):
-            time.sleep(_POLL_S)
+        wait_for(
+            lambda: not any(each.detected_s is not None and each.recovered_s is None for each in self.injected),
+            10 * _POLL_S,
+        )
 
     def _signal(self, process: Process, number: signal.Signals, fault: str, phase: str) -> Injected:
         injected = self.note(fault, process, phase)
