@@ -75,15 +75,15 @@ DRILLS: tuple[Drill, ...] = (
     ),
     Drill(
         "freeze-decode",
-        "SIGSTOP a decode worker in mid-decode, and let it go on later",
+        "SIGSTOP a decode worker before, during and after a transfer, and in mid-decode, and let it go on later",
         workers.freeze_decode,
-        Rules(phases=(workers.MID_DECODE,)),
+        Rules(phases=(workers.BEFORE, workers.DURING, workers.AFTER, workers.MID_DECODE)),
     ),
     Drill(
         "freeze-prefill",
-        "SIGSTOP a prefill worker during its transfer, and let it go on later",
+        "SIGSTOP a prefill worker before, during and after its transfer, and let it go on later",
         workers.freeze_prefill,
-        Rules(phases=(workers.DURING,)),
+        Rules(phases=(workers.BEFORE, workers.DURING, workers.AFTER)),
     ),
     Drill(
         "lose-all-prefill",

@@ -33,45 +33,28 @@ class Aim:
 
 def kill_decode(stage: Stage) -> None:
     """SIGKILL the decode worker of a request."""
-
-    def not_sent(sight: ProbeSight, at_s: float) -> bool:
-        return not sight.seen("prefill", "frame_sent", at_s) and stage.failed_over(sight.recording)
-
-    def partly_sent(sight: ProbeSight, at_s: float) -> bool:
-        whole = sight.seen("prefill", "transfer_complete", at_s)
-        return sight.seen("prefill", "frame_sent", at_s) and not whole and stage.failed_over(sight.recording)
-
-    def sent(sight: ProbeSight, at_s: float) -> bool:
-        return stage.failed_over(sight.recording)
-
-    aimed(stage, Aim(BEFORE, ProbeSight.placed, not_sent), kill)
-    aimed(stage, Aim(DURING, ProbeSight.receiving, partly_sent), kill)
-    aimed(stage, Aim(AFTER, ProbeSight.received, sent), kill)
+    for aim in _decode_aims(stage):
+        aimed(stage, aim, kill)
     mid_decode(stage, "decode", kill)
 
 
 def kill_prefill(stage: Stage) -> None:
     """SIGKILL the prefill worker of a request."""
-
-    def not_received(sight: ProbeSight, at_s: float) -> bool:
-        return not sight.seen("decode", "frame_received", at_s) and stage.failed_over(sight.recording)
-
-    def received(sight: ProbeSight, at_s: float) -> bool:
-        return sight.seen("decode", "transfer_complete", at_s) and not stage.failed_over(sight.recording)
-
-    aimed(stage, Aim(BEFORE, ProbeSight.queued, not_received), kill)
-    aimed(stage, Aim(DURING, _sender_in_transfer, _partly_received(stage)), kill)
-    aimed(stage, Aim(AFTER, _sender_after_transfer, received), kill)
+    for aim in _prefill_aims(stage):
+        aimed(stage, aim, kill)
 
 
 def freeze_decode(stage: Stage) -> None:
-    """SIGSTOP a decode worker in mid-decode; it goes on when its requests have gone elsewhere."""
+    """SIGSTOP the decode worker of a request; it goes on when its requests have gone elsewhere."""
+    for aim in _decode_aims(stage):
+        aimed(stage, aim, freeze_a_while)
     mid_decode(stage, "decode", freeze_a_while)
 
 
 def freeze_prefill(stage: Stage) -> None:
-    """SIGSTOP a prefill worker during its transfer; it goes on while another one sends the rest."""
-    aimed(stage, Aim(DURING, _sender_in_transfer, _partly_received(stage)), freeze_a_while)
+    """SIGSTOP the prefill worker of a request; it goes on while another one sends the rest."""
+    for aim in _prefill_aims(stage):
+        aimed(stage, aim, freeze_a_while)
 
 
 def lose_all_prefill(stage: Stage) -> None:
@@ -160,6 +143,42 @@ def mid_decode(stage: Stage, role: str, strike: Strike) -> None:
     stage.play(MID_DECODE, background(settings.seed, settings.streams, settings.scale), disturb)
     for injected, flowing in struck:
         injected.hit = any(stage.failed_over(recording) for recording in flowing)
+
+
+def _decode_aims(stage: Stage) -> tuple[Aim, ...]:
+    """The phases of a transfer at its decode worker."""
+
+    def not_sent(sight: ProbeSight, at_s: float) -> bool:
+        return not sight.seen("prefill", "frame_sent", at_s) and stage.failed_over(sight.recording)
+
+    def partly_sent(sight: ProbeSight, at_s: float) -> bool:
+        whole = sight.seen("prefill", "transfer_complete", at_s)
+        return sight.seen("prefill", "frame_sent", at_s) and not whole and stage.failed_over(sight.recording)
+
+    def sent(sight: ProbeSight, at_s: float) -> bool:
+        return stage.failed_over(sight.recording)
+
+    return (
+        Aim(BEFORE, ProbeSight.placed, not_sent),
+        Aim(DURING, ProbeSight.receiving, partly_sent),
+        Aim(AFTER, ProbeSight.received, sent),
+    )
+
+
+def _prefill_aims(stage: Stage) -> tuple[Aim, ...]:
+    """The phases of a transfer at its prefill worker, which has done its work after it."""
+
+    def not_received(sight: ProbeSight, at_s: float) -> bool:
+        return not sight.seen("decode", "frame_received", at_s) and stage.failed_over(sight.recording)
+
+    def received(sight: ProbeSight, at_s: float) -> bool:
+        return sight.seen("decode", "transfer_complete", at_s) and not stage.failed_over(sight.recording)
+
+    return (
+        Aim(BEFORE, ProbeSight.queued, not_received),
+        Aim(DURING, _sender_in_transfer, _partly_received(stage)),
+        Aim(AFTER, _sender_after_transfer, received),
+    )
 
 
 def _sender_in_transfer(sight: ProbeSight) -> WorkerStatus | None:

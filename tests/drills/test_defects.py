@@ -17,8 +17,8 @@ from support.drills import SMALL, Quiet
 CASES = [
     ("fence", "kill-router", ("lost", "repeated", "changed")),  # as both attempts' tokens happen to mix
     ("free-early", "cancel-storm", ("changed",)),
-    ("repeat-token", "freeze-decode", ("repeated",)),
-    ("drop-terminal", "freeze-decode", ("without_terminal",)),
+    ("repeat-token", "lose-all-decode", ("repeated",)),
+    ("drop-terminal", "lose-all-decode", ("without_terminal",)),
 ]
 
 
