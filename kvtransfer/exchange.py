@@ -33,7 +33,7 @@ from kvtransfer.outgoing import OnSent, OutgoingTransfer
 from kvtransfer.port import FramePort
 from kvtransfer.receiver import Expectation
 from kvtransfer.stats import LinkStats
-from kvtransfer.timing import Timing
+from kvtransfer.timing import Attendance, Timing
 from kvtransfer.transports.base import Event, Message, Peer, Transport
 from pdserve.clock import Clock
 from pdserve.config import TransferConfig
@@ -43,6 +43,8 @@ from pdserve.tracing import Trace
 from pdserve.types import SampledToken, Ticket
 
 Transfer = OutgoingTransfer | IncomingTransfer
+
+_ALLOWANCE = 0.5  # of a probe's interval: by how much a turn may be late before that counts as time away
 
 
 @dataclass(slots=True)
@@ -71,6 +73,7 @@ class Exchange:
         self._linger_s = config.ticket_ttl_ms / 1000
         self._idle_s = config.connection_idle_ms / 1000
         self._clock = clock
+        self._attendance = Attendance(_ALLOWANCE * config.ping_interval_ms / 1000, clock.now())
         self._trace = trace
         self._log = log
         self._stats = stats
@@ -218,12 +221,25 @@ class Exchange:
 
     # Time.
 
-    def tick(self) -> None:
-        """Fail or probe what is overdue, and let go of what has ended."""
-        now = self._clock.now()
+    def listened(self, wait_s: float) -> None:
+        """The transport was listened to until now, after a wait that was to take at most `wait_s`. Call it before what
+        was received is handled: time in which nobody listened is no peer's silence."""
+        missed_s = self._attendance.missed_s(wait_s, self._clock.now())
+        if missed_s == 0.0:
+            return
+        self._log.debug("the KV link did not listen", seconds=round(missed_s, 3))
         for transfer in self._transfers():
-            if now >= transfer.next_deadline():
-                self._step(transfer, transfer.tick)
+            transfer.excuse(missed_s)
+        for transfer_id, (incoming, until) in self._lingering.items():
+            self._lingering[transfer_id] = incoming, until + missed_s
+
+    def tick(self) -> None:
+        """Fail or probe what was overdue when the transport was last listened to, and let go of what has ended."""
+        listened_at = self._attendance.listened_at
+        for transfer in self._transfers():
+            if listened_at >= transfer.next_deadline():
+                self._step(transfer, partial(_tick, transfer, listened_at))
+        now = self._clock.now()
         self._drop_outgoing(now)
         self._drop_incoming(now)
 
@@ -292,3 +308,8 @@ class Exchange:
             self._log.exception("a KV transfer's step failed")
             return InternalError(f"a KV transfer's step failed: {problem!r}")
         return None
+
+
+def _tick(transfer: Transfer, listened_at: float, now: float) -> None:
+    """What came since then is not known yet: no time after it is silence."""
+    transfer.tick(listened_at)

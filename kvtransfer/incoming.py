@@ -101,6 +101,10 @@ class IncomingTransfer:
     def abort(self, error: PdserveError, now: float) -> None:
         self._run(self._receiver.abort(error, now), self._peer, _NOTHING, now)
 
+    def excuse(self, seconds: float) -> None:
+        """The link did not listen for so long."""
+        self._receiver.excuse(seconds)
+
     def tick(self, now: float) -> None:
         self._run(self._receiver.tick(now), self._peer, _NOTHING, now)
 

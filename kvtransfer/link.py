@@ -264,8 +264,10 @@ class Link:
         self._exchange.shut_down(error)
 
     def turn(self, wait_s: float) -> None:
-        """Wait at most `wait_s` for frames, then do what is due: the inbox, frames, timers."""
+        """Wait at most `wait_s` for frames, then do what is due: the inbox, frames, timers. Who has waited already (a
+        simulation) says for how long that was meant to take."""
         events = self._transport.receive(wait_s)
+        self._exchange.listened(wait_s)
         self._run_inbox()  # first: what answers a ticket must find its `expect` done
         for event in events:
             self._exchange.on_event(event)

@@ -72,6 +72,10 @@ class OutgoingTransfer:
     def abort(self, error: PdserveError, now: float) -> None:
         self._run(self._sender.abort(error, now))
 
+    def excuse(self, seconds: float) -> None:
+        """The link did not listen for so long."""
+        self._sender.excuse(seconds)
+
     def tick(self, now: float) -> None:
         self._run(self._sender.tick(now))
 

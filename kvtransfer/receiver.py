@@ -54,7 +54,7 @@ from kvtransfer.frames import (
 from kvtransfer.integrity import block_range, list_bytes
 from kvtransfer.layout import KVLayout
 from kvtransfer.ranges import RangeSet
-from kvtransfer.timing import Timing
+from kvtransfer.timing import Silence, Timing
 from pdserve.config import TransferConfig
 from pdserve.errors import DataLoss, FailedPrecondition, PdserveError, ProtocolError, TransferError
 from pdserve.types import SampledToken
@@ -110,7 +110,7 @@ class Receiver:
         self._blocks_there = False
         self._timing = timing
         self._ends_at = now + timing.deadline_s
-        self._heard_at = now
+        self._silence = Silence(now)
         self._covered = [RangeSet() for _ in range(expected.layout.layer_count)]
         self._doubted = [RangeSet() for _ in self._covered]  # of these, what only this sender's COMMIT can mend
         self._tokens: tuple[SampledToken, ...] = ()
@@ -129,14 +129,14 @@ class Receiver:
 
     def next_deadline(self) -> float:
         """When `tick` has something to do at the latest; infinity once the transfer has ended."""
-        return math.inf if self.ended else min(self._ends_at, self._heard_at + self._timing.ttl_s)
+        return math.inf if self.ended else min(self._ends_at, self._silence.lasts_until(self._timing.ttl_s))
 
     def on_frame(self, frame: Frame, now: float) -> list[ReceiverAction]:
         """A frame whose payload, if it has one, is good. The shell keeps that at hand for Write and Verify."""
         if frame.epoch != self.epoch:
             self.refused += 1
             return self._stale(frame)
-        self._heard_at = now
+        self._silence.end(now)
         handler = _ON_FRAME[self.state].get(type(frame))
         if handler is None or (isinstance(frame, Ping) and frame.reply):
             self.refused += 1
@@ -149,7 +149,7 @@ class Receiver:
         if frame.epoch != self.epoch or self.state is not ReceiverState.RECEIVING:
             self.refused += 1
             return []
-        self._heard_at = now
+        self._silence.end(now)
         return self._guarded(Receiver._ask_again, frame)
 
     def blocks_leased(self, now: float) -> list[ReceiverAction]:
@@ -170,7 +170,7 @@ class Receiver:
         self._expected = replace(self._expected, epoch=self.epoch + 1)
         self.credit = CreditGranter(self._config.window_bytes, self._config.max_frame_bytes)
         self.state = ReceiverState.EXPECTED
-        self._heard_at = now
+        self._silence.end(now)
         self._bad_payloads = 0
         self._fruitless_rounds = 0
         return []
@@ -219,14 +219,18 @@ class Receiver:
         """Give up for a reason of this side's."""
         return [] if self.ended else self._fail(error)
 
+    def excuse(self, seconds: float) -> None:
+        """This side did not listen for so long: that is no silence of the sender's. The deadline stays."""
+        self._silence.excuse(seconds)
+
     def tick(self, now: float) -> list[ReceiverAction]:
         """Let time pass: what is overdue fails."""
         if self.ended:
             return []
         if now >= self._ends_at:
             return self._fail(TransferError(f"not done in {self._timing.deadline_s:g} s, still {self.state}"))
-        if now >= self._heard_at + self._timing.ttl_s:
-            return self._lose_sender(self._silence(), now)
+        if now >= self._silence.lasts_until(self._timing.ttl_s):
+            return self._lose_sender(self._too_silent(), now)
         return []
 
     # Handlers of the table below.
@@ -312,10 +316,10 @@ class Receiver:
         return [Send(abort_frame(frame.transfer, frame.epoch, self._error))]
 
     def _aborted(self, frame: Abort) -> list[ReceiverAction]:
-        return self._lose_sender(abort_error(frame), self._heard_at)
+        return self._lose_sender(abort_error(frame), self._silence.since)
 
     def _gone(self, frame: Gone) -> list[ReceiverAction]:
-        return self._lose_sender(TransferError("the sender no longer has the transfer"), self._heard_at)
+        return self._lose_sender(TransferError("the sender no longer has the transfer"), self._silence.since)
 
     def _lose_sender(self, error: PdserveError, now: float) -> list[ReceiverAction]:
         """Whether the transfer can go on without this sender is not for the table to know; whether it may, is."""
@@ -325,7 +329,7 @@ class Receiver:
             return self._end(error)
         self._drop_doubted()
         self.state = ReceiverState.SENDERLESS
-        self._heard_at = now
+        self._silence.end(now)
         return [SenderLost(error)]
 
     def _drop_doubted(self) -> None:
@@ -335,7 +339,7 @@ class Receiver:
                 covered.discard(start, stop)
                 doubted.discard(start, stop)
 
-    def _silence(self) -> TransferError:
+    def _too_silent(self) -> TransferError:
         return TransferError(f"the sender was silent for {self._timing.ttl_s:g} s while {self.state}")
 
     def _guarded(self, handler: _Handler, frame: Frame) -> list[ReceiverAction]:
@@ -343,7 +347,7 @@ class Receiver:
             return handler(self, frame)
         except (ProtocolError, TransferError) as error:
             farewell = Send(abort_frame(self._expected.transfer, self.epoch, error))
-            return [*self._lose_sender(error, self._heard_at), farewell]
+            return [*self._lose_sender(error, self._silence.since), farewell]
 
     def _stale(self, frame: Frame) -> list[ReceiverAction]:
         """Tell the sender of another epoch that its time is over; this transfer goes on."""

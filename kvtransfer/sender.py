@@ -32,7 +32,7 @@ from kvtransfer.credit import CreditSpender
 from kvtransfer.failure import abort_error, abort_frame
 from kvtransfer.frames import Abort, Ack, Credit, Frame, Gone, Have, Layer, Nack, Open, Ping
 from kvtransfer.ranges import RangeSet
-from kvtransfer.timing import Timing
+from kvtransfer.timing import Silence, Timing
 from pdserve.errors import InternalError, PdserveError, ProtocolError, TransferError
 from pdserve.types import SampledToken
 
@@ -66,7 +66,7 @@ class Sender:
         self._offer = offer
         self._timing = timing
         self._ends_at = now + timing.deadline_s
-        self._heard_at = now
+        self._silence = Silence(now)
         self._probed_at = now
         layers = range(offer.layout.layer_count)
         self._ready = [RangeSet() for _ in layers]
@@ -84,7 +84,7 @@ class Sender:
         """When `tick` has something to do at the latest; infinity once the transfer has ended."""
         if self.ended:
             return math.inf
-        return min(self._ends_at, self._heard_at + self._timing.ttl_s, self._probe_at())
+        return min(self._ends_at, self._silence.lasts_until(self._timing.ttl_s), self._probe_at())
 
     def start(self, now: float) -> list[SenderAction]:
         """The prompt's turn has come: ask the receiver to get blocks. Does nothing after the first call."""
@@ -130,8 +130,12 @@ class Sender:
         if handler is None or (isinstance(frame, Ping) and not frame.reply):
             self.refused += 1
             return []
-        self._heard_at = now
+        self._silence.end(now)
         return handler(self, frame, now)
+
+    def excuse(self, seconds: float) -> None:
+        """This side did not listen for so long: that is no silence of the receiver's. The deadline stays."""
+        self._silence.excuse(seconds)
 
     def tick(self, now: float) -> list[SenderAction]:
         """Let time pass: what is overdue fails or is probed."""
@@ -139,7 +143,7 @@ class Sender:
             return []
         if now >= self._ends_at:
             return self._fail(TransferError(f"not done in {self._timing.deadline_s:g} s, still {self.state}"))
-        if now >= self._heard_at + self._timing.ttl_s:
+        if now >= self._silence.lasts_until(self._timing.ttl_s):
             return self._fail(TransferError(f"the receiver was silent for {self._timing.ttl_s:g} s while {self.state}"))
         if now >= self._probe_at():
             self._probed_at = now
@@ -249,7 +253,7 @@ class Sender:
         return border if border > start else limit
 
     def _probe_at(self) -> float:
-        return max(self._probed_at, self._heard_at) + self._timing.probe_s
+        return max(self._probed_at, self._silence.since) + self._timing.probe_s
 
     def _probe(self) -> SenderAction:
         """What the receiver must answer in this state."""

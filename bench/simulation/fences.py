@@ -51,7 +51,7 @@ def _of_receiver(incoming: IncomingTransfer) -> Any:
     covered = [list(ranges) for ranges in receiver._covered]
     return (
         receiver.state,
-        receiver._heard_at,
+        receiver._silence.since,
         covered,
         receiver.credit.granted,
         receiver.credit.consumed,
@@ -61,4 +61,4 @@ def _of_receiver(incoming: IncomingTransfer) -> Any:
 
 def _of_sender(outgoing: OutgoingTransfer) -> Any:
     sender = outgoing._sender
-    return sender.state, sender._heard_at, sender.credit.granted, sender.credit.spent, len(sender._queue)
+    return sender.state, sender._silence.since, sender.credit.granted, sender.credit.spent, len(sender._queue)

@@ -106,6 +106,7 @@ class SimulatedWorker:
         self.engine.add_after_step(self._after_step)
         self._engine_busy = False
         self._link_due_at: float | None = None
+        self._link_wait_s = 0.0
         self.info = WorkerInfo(
             worker_id=plan.worker_id,
             incarnation=incarnation,
@@ -257,7 +258,9 @@ class SimulatedWorker:
     def _plan_link_turn(self, due_at: float | None = None) -> None:
         """Turn then, or when the link wants to at the latest."""
         now = self._fabric.timeline.now()
-        wanted_at = now + max(self.link.wait_s(), _SHORTEST_WAIT_S) if due_at is None else due_at
+        if due_at is None:
+            self._link_wait_s = max(self.link.wait_s(), _SHORTEST_WAIT_S)
+        wanted_at = now + self._link_wait_s if due_at is None else due_at
         if self._link_due_at is not None and self._link_due_at <= wanted_at:
             return
         self._link_due_at = wanted_at
@@ -269,7 +272,7 @@ class SimulatedWorker:
 
     def _link_turn(self) -> None:
         self._link_due_at = None
-        self.link.turn(0.0)
+        self.link.turn(self._link_wait_s)
         self._plan_link_turn()
         self.look_for_work()
 

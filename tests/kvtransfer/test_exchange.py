@@ -87,7 +87,12 @@ class Worker:
         return [answer for to, answer in self.transport.sent[before:] if to == peer]
 
     def advance(self, seconds: float) -> None:
-        self.clock.advance(seconds)
+        self.listen(seconds)
+
+    def listen(self, wait_s: float) -> None:
+        """A turn whose whole wait brings nothing."""
+        self.clock.advance(wait_s)
+        self.exchange.listened(wait_s)
         self.exchange.tick()
 
 
@@ -195,3 +200,48 @@ def test_shut_down_ends_all_and_nothing_is_due_after() -> None:
     worker.exchange.shut_down(TransferError("closed"))
     assert len(worker.ends) == 6
     assert worker.exchange.next_deadline() is None
+
+
+PROBE_S = CONFIG.ping_interval_ms / 1000
+
+
+def test_silence_is_judged_only_by_time_in_which_the_link_listened() -> None:
+    worker = Worker()
+    worker.send(1)
+    worker.expect(2)
+    worker.clock.advance(10 * TTL_S)  # frozen, or in a slow store
+    worker.exchange.listened(PROBE_S)
+    worker.exchange.tick()
+    assert worker.ends == []
+    assert worker.hears(RECEIVER, Credit(transfer_id(1), 1, 10**6)) == []
+    while not worker.ends and worker.clock.now() < 12 * TTL_S:
+        worker.listen(PROBE_S)
+    assert len(worker.ends) == 1, "the receiver, whom nobody was heard by, ends first"
+    assert worker.clock.now() < 11 * TTL_S
+
+
+def test_link_that_is_late_with_every_turn_still_notices_that_a_peer_is_dead() -> None:
+    worker = Worker()
+    worker.expect(1)
+    turns = 0
+    while not worker.ends:
+        worker.clock.advance(3 * TTL_S)
+        worker.exchange.listened(0.0)
+        worker.exchange.tick()
+        turns += 1
+        assert turns <= 2 * TTL_S / PROBE_S + 1
+    assert turns > 1
+
+
+def test_ended_transfer_answers_probes_for_a_ttl_in_which_the_link_listened() -> None:
+    worker = Worker()
+    transfer = worker.expect(1)
+    worker.hears(SENDER, Ping(transfer, 1, reply=False, spent=0))
+    worker.exchange.abort_incoming(transfer, STOP)
+    worker.listen(PROBE_S)
+    worker.clock.advance(10 * TTL_S)
+    worker.exchange.listened(PROBE_S)
+    worker.exchange.tick()
+    (answer,) = worker.hears(SENDER, Ping(transfer, 1, reply=False, spent=0))
+    assert isinstance(answer, Abort)
+    assert answer.code == STOP.code

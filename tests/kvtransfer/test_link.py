@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtransfer.frames import Commit, type_of
 from kvtransfer.layout import KVLayout
 from kvtransfer.link import Link
 from kvtransfer.transports.base import Event, Part, Peer, Transport, fresh_buffer
@@ -401,6 +402,37 @@ def test_waiting_for_blocks_and_in_the_queue_keeps_the_ticket_alive(memory: Tran
         send_all(prefill, expecting.ticket, LAYOUT.layer_count, 70, 24)
         assert expecting.ended.wait() == TOKENS
         assert ended.wait() is None
+
+
+class Dozing:
+    """A transport that keeps the link's thread for a while after its first COMMIT."""
+
+    def __init__(self, inner: Transport, seconds: float) -> None:
+        self._inner = inner
+        self._seconds = seconds
+        self.endpoint = inner.endpoint
+        self.connect, self.disconnect, self.buffer = inner.connect, inner.disconnect, inner.buffer
+        self.receive, self.wake, self.close = inner.receive, inner.wake, inner.close
+
+    def send(self, peer: Peer, parts: Sequence[Part]) -> None:
+        self._inner.send(peer, parts)
+        if type_of(parts) is Commit:
+            seconds, self._seconds = self._seconds, 0.0
+            time.sleep(seconds)
+
+
+def test_link_that_was_away_for_longer_than_the_ttl_finds_the_answers_in_its_socket(
+    transports: TransportFactory,
+) -> None:
+    config = replace(CONFIG, ticket_ttl_ms=300)
+    prefill, decode = make_link(Dozing(transports(), seconds=0.5), config), make_link(transports(), config)
+    with running(prefill, decode):
+        expecting = Expecting(decode, ids(100))
+        sending = Sending(prefill, expecting.ticket, 100)
+        idle = Expecting(prefill, ids(10))  # a receiver at the link that is away
+        assert sending.ended.wait() is None
+        assert expecting.ended.wait() == TOKENS
+        assert isinstance(idle.ended.wait(TTL_S), TransferError)  # nobody ever comes
 
 
 def test_full_link_refuses_and_takes_again_when_one_has_ended(memory: TransportFactory) -> None:

@@ -189,6 +189,14 @@ class SenderMachine(RuleBasedStateMachine):
         self.now += 6.0 if long else seconds
         self.take(self.sender.tick(self.now))
 
+    @rule(seconds=short_times)
+    def this_side_is_away(self, seconds: float) -> None:
+        self.now += seconds
+        self.sender.excuse(seconds)
+        ended = self.sender.ended
+        self.take(self.sender.tick(self.now))
+        assert self.sender.ended == ended or self.now >= TIMING.deadline_s, "ended by a silence nobody listened to"
+
     @invariant()
     def it_ends_once_and_in_time(self) -> None:
         if not hasattr(self, "sender"):
@@ -389,6 +397,14 @@ class ReceiverMachine(RuleBasedStateMachine):
     def time_passes(self, seconds: float, long: bool) -> None:
         self.now += 6.0 if long else seconds
         self.take(self.receiver.tick(self.now))
+
+    @rule(seconds=short_times)
+    def this_side_is_away(self, seconds: float) -> None:
+        self.now += seconds
+        self.receiver.excuse(seconds)
+        state = self.receiver.state
+        self.take(self.receiver.tick(self.now))
+        assert self.receiver.state == state or self.now >= TIMING.deadline_s, "ended by a silence nobody listened to"
 
     @invariant()
     def it_ends_once_and_in_time(self) -> None:

@@ -420,6 +420,19 @@ def test_an_end_of_the_sender_that_no_other_would_cure_ends_every_state(state: R
 
 
 @pytest.mark.parametrize("state", _LIVE)
+def test_time_in_which_this_side_did_not_listen_is_no_silence_of_the_sender(state: ReceiverState) -> None:
+    made = in_state(state)
+    made.excuse(9.0)
+    assert made.next_deadline() == 14.0
+    assert made.tick(13.9) == []
+    made.on_frame(Ping(ID, 3, reply=False, spent=0), 13.9)
+    assert made.next_deadline() == 18.9  # from there on nothing is excused
+    made.excuse(1000.0)
+    assert made.next_deadline() == 60.0
+    assert "not done in 60 s" in failure(made.tick(60.0)).message
+
+
+@pytest.mark.parametrize("state", _LIVE)
 def test_silence_beyond_the_ttl_ends_every_state(state: ReceiverState) -> None:
     """First the sender's time, then the time in which somebody could have said how to go on."""
     made = in_state(state)

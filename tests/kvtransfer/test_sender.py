@@ -279,6 +279,26 @@ def test_silence_beyond_the_ttl_ends_every_state(state: SenderState) -> None:
 
 
 @pytest.mark.parametrize("state", _LIVE)
+def test_time_in_which_this_side_did_not_listen_is_no_silence_of_the_receiver(state: SenderState) -> None:
+    made = in_state(state)
+    made.excuse(9.0)
+    assert not any(isinstance(action, Failed) for action in made.tick(9.0))
+    assert len(made.tick(9.5)) == 1, "not probed"
+    assert not any(isinstance(action, Failed) for action in made.tick(13.9))
+    made.on_frame(Ping(ID, 3, reply=True, spent=0), 13.9)  # from here on nothing is excused
+    made.tick(18.8)
+    assert "silent for 5 s" in failure(made.tick(18.9)).message
+
+
+@pytest.mark.parametrize("state", _LIVE)
+def test_deadline_ends_a_sender_that_did_not_listen(state: SenderState) -> None:
+    made = in_state(state)
+    made.excuse(1000.0)
+    assert made.next_deadline() <= 60.0
+    assert "not done in 60 s" in failure(made.tick(60.0)).message
+
+
+@pytest.mark.parametrize("state", _LIVE)
 def test_deadline_ends_every_state_however_alive_the_receiver_is(state: SenderState) -> None:
     made = in_state(state)
     for step in range(119):

@@ -10,7 +10,6 @@ from functools import partial
 import pytest
 
 from kvtransfer.actions import TakenOver
-from kvtransfer.exchange import Exchange
 from kvtransfer.frames import Open
 from kvtransfer.integrity import hash_tokens
 from kvtransfer.layout import KVLayout
@@ -103,7 +102,8 @@ def start(seed: int, faults: NetworkFaults) -> Run:
 
     def need_blocks() -> None:
         delay_s = rng.choice((0.0, 0.01, 3.0))
-        simulation.call_soon(delay_s, lambda: run.receiver.exchange.blocks_leased(run.transfer, run.target))
+        leased = partial(run.receiver.exchange.blocks_leased, run.transfer, run.target)
+        simulation.call_soon(delay_s, partial(run.receiver.command, leased))
 
     lost = lambda error: run.on_sender_lost(error)  # noqa: E731 - a test may set another
     run.receiver.exchange.expect(expected, need_blocks, lost, run.on_received)
@@ -111,7 +111,7 @@ def start(seed: int, faults: NetworkFaults) -> Run:
     run.offer = Open(run.transfer, 1, LAYOUT, b"model", hash_tokens(token_ids), 0, TOKEN_COUNT, block_tokens, 300)
     ticket = Ticket(run.transfer, 1, run.receiver.transport.endpoint, 0, CONFIG.ticket_ttl_ms)
     run.sender.exchange.open_outgoing(run.offer, ticket, run.source, run.on_sent, queued=rng.random() < 0.5)
-    run.prefill_at = schedule_prefill(run, rng, run.sender.exchange)
+    run.prefill_at = schedule_prefill(run, rng, run.sender)
     return run
 
 
@@ -124,7 +124,7 @@ def replace_sender(run: Run, replacement: SimulatedWorker) -> None:
         ticket = Ticket(run.transfer, epoch, run.receiver.transport.endpoint, 0, CONFIG.ticket_ttl_ms)
         source = FakeStore.random(LAYOUT, TOKEN_COUNT, run.seed)
         replacement.exchange.open_outgoing(offer, ticket, source, run.replaced.append, queued=rng.random() < 0.5)
-        schedule_prefill(run, rng, replacement.exchange)
+        schedule_prefill(run, rng, replacement)
 
     def lost(error: PdserveError) -> None:
         assert isinstance(error, TransferError)
@@ -142,7 +142,7 @@ def abort(run: Run, aborter: str) -> None:
         run.receiver.exchange.abort_incoming(run.transfer, error)
 
 
-def schedule_prefill(run: Run, rng: random.Random, exchange: Exchange) -> float:
+def schedule_prefill(run: Run, rng: random.Random, worker: SimulatedWorker) -> float:
     """Chunks of random sizes, layer by layer, then the sampled token. Returns when the first one begins."""
     begins_at, start = run.simulation.clock.now() + rng.choice((0.0, 8.0)), 0
     time_s = begins_at
@@ -150,9 +150,11 @@ def schedule_prefill(run: Run, rng: random.Random, exchange: Exchange) -> float:
         stop = min(TOKEN_COUNT, start + rng.choice((1, 7, 16, 31, 32, 33, 70)))
         for layer in range(LAYOUT.layer_count):
             time_s += rng.choice((0.0, 0.001, 0.1))
-            run.simulation.call_at(time_s, partial(exchange.layer_ready, run.transfer, layer, start, stop))
+            ready = partial(worker.exchange.layer_ready, run.transfer, layer, start, stop)
+            run.simulation.call_at(time_s, partial(worker.command, ready))
         start = stop
-    run.simulation.call_at(time_s, lambda: exchange.commit(run.transfer, TOKENS))
+    commit = partial(worker.exchange.commit, run.transfer, TOKENS)
+    run.simulation.call_at(time_s, partial(worker.command, commit))
     return begins_at
 
 
@@ -186,6 +188,41 @@ def test_death_of_one_side_at_any_moment_ends_the_other_within_the_ttl(victim: s
         if isinstance(survivor[0], PdserveError):
             assert isinstance(survivor[0], TransferError)
         assert run.ended_at[-1] <= died_at + CONFIG.ticket_ttl_ms / 1000 + 0.1
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_pauses_of_one_side_that_the_other_can_bear_cost_nothing(side: str, seeds: Seeds) -> None:
+    """Also one soon after the other: between them there is time for one sign of life each."""
+    longest_s = (CONFIG.ticket_ttl_ms - CONFIG.ping_interval_ms) / 1000 - 0.3
+    for seed in seeds(40):
+        run = start(seed, CALM)
+        worker, rng = (run.sender if side == "prefill" else run.receiver), run.simulation.rng
+        time_s = rng.uniform(0.0, 1.0) + rng.choice((0.0, run.prefill_at))
+        for _ in range(3):
+            seconds = rng.uniform(0.5 * longest_s, longest_s)
+            run.simulation.call_at(time_s, partial(worker.pause, seconds))
+            time_s += seconds + rng.choice((0.6, 2.0))
+        run.simulation.run(until_s=100.0)
+        run.check()
+        assert run.delivered, (run.received, run.sent)
+        assert run.sent == [None]
+
+
+def test_sender_that_pauses_longer_than_the_ttl_believes_its_socket_and_not_its_clock(seeds: Seeds) -> None:
+    """Where the receiver had what it needs, it has acknowledged; else it has given up, and says so."""
+    acknowledged = 0
+    for seed in seeds(80):
+        run = start(seed, CALM)
+        begins_at = run.prefill_at + run.simulation.rng.uniform(0.0, 1.5)
+        run.simulation.call_at(begins_at, partial(run.sender.pause, run.simulation.rng.uniform(5.5, 20.0)))
+        run.simulation.run(until_s=100.0)
+        run.check()
+        (outcome,) = run.sent
+        acknowledged += outcome is None
+        assert (outcome is None) == run.delivered, (run.received, run.sent)
+        if isinstance(outcome, TransferError):
+            assert "the receiver was silent" not in outcome.message
+    assert acknowledged > 10 or not seeds.all
 
 
 @pytest.mark.parametrize("faults", [CALM, ROUGH], ids=["calm", "rough"])

@@ -4,6 +4,7 @@ simulation's clock. Engines and network are simulated; one thread; a seed replay
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from kvtransfer.ladder import Ladder, LadderLimits
 from kvtransfer.layout import KVLayout
 from kvtransfer.link import Link
 from kvtransfer.transports.faulty import FaultyTransport
+from pdserve.clock import ManualClock
 from pdserve.config import TransferConfig
 from pdserve.errors import PdserveError, TransferError
 from pdserve.logs import logger
@@ -25,7 +27,7 @@ from pdserve.tracing import Trace
 from pdserve.types import Finish, Owner, SampledToken, SamplingParams, Ticket
 from prefill_worker.service import PrefillService
 from support.kv_engine import SimulatedEngine
-from support.kv_simulation import NetworkFaults, Simulation, earliest
+from support.kv_simulation import NetworkFaults, Simulation, earliest, wait_until
 from support.kv_store import FakeStore
 
 LAYOUT = KVLayout(layer_count=2, kv_heads=1, head_dim=8, dtype="bfloat16")  # 32 bytes a token and layer
@@ -60,11 +62,14 @@ class Request:
 class SteppedLink(Link):
     """A link whose turns somebody else takes, instead of a thread."""
 
+    _wait_s = math.inf
+
     def start(self) -> None:
         self._accepting = True
 
-    def step(self) -> None:
-        self.turn(0.0)
+    def step(self, clock: ManualClock) -> None:
+        self.turn(self._wait_s)
+        self._wait_s = wait_until(self.next_time(), clock)
 
     def next_time(self) -> float | None:
         return self._clock.now() if self._inbox else self._exchange.next_deadline()
@@ -91,7 +96,7 @@ class SimulatedNode:
 
     def turn(self) -> None:
         if self.alive:
-            self.link.step()
+            self.link.step(self._cluster.simulation.clock)
 
     def next_time(self) -> float | None:
         return earliest(self.link.next_time(), self.transport.next_due())

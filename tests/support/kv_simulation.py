@@ -146,10 +146,19 @@ def earliest(*times: float | None) -> float | None:
     return min((time for time in times if time is not None and time != math.inf), default=None)
 
 
+def wait_until(time: float | None, clock: ManualClock) -> float:
+    """How long a turn may wait whose next one is due then at the latest."""
+    return math.inf if time is None else max(time - clock.now(), 0.0)
+
+
 class SimulatedWorker:
-    """An exchange with its own transport and counts."""
+    """An exchange with its own transport and counts. While it is paused it does nothing; what it is told waits."""
 
     def __init__(self, network: SimulatedNetwork, name: str, config: TransferConfig) -> None:
+        self._clock = network.clock
+        self._wait_s = math.inf
+        self._paused_until = -math.inf
+        self._inbox: list[Callable[[], None]] = []
         seed = network.rng.getrandbits(32)
         self.transport = FaultyTransport(network.transport(name), network.faults.rules(), seed, network.clock)
         self.stats = LinkStats()
@@ -159,13 +168,37 @@ class SimulatedWorker:
         )
 
     def turn(self) -> None:
-        if self.alive:
-            for event in self.transport.receive(0.0):
-                self.exchange.on_event(event)
-            self.exchange.tick()
+        if not self.alive or self._paused:
+            return
+        events = self.transport.receive(0.0)
+        self.exchange.listened(self._wait_s)
+        inbox, self._inbox = self._inbox, []
+        for command in inbox:
+            command()
+        for event in events:
+            self.exchange.on_event(event)
+        self.exchange.tick()
+        self._wait_s = wait_until(self.next_time(), self._clock)
 
     def next_time(self) -> float | None:
+        if self._paused:
+            return self._paused_until
         return earliest(self.exchange.next_deadline(), self.transport.next_due())
+
+    def command(self, call: Callable[[], None]) -> None:
+        """What somebody else tells the exchange to do."""
+        if self._paused:
+            self._inbox.append(call)
+        else:
+            call()
+
+    def pause(self, seconds: float) -> None:
+        """Its thread, or its whole process, stands still for so long."""
+        self._paused_until = self._clock.now() + seconds
+
+    @property
+    def _paused(self) -> bool:
+        return self._clock.now() < self._paused_until
 
     def kill(self) -> None:
         """As SIGKILL: no callback, no farewell."""
