@@ -45,6 +45,7 @@ from xxhash import xxh3_64_intdigest
 from kvtransfer import fields
 from kvtransfer.fields import Field, LayerRange
 from kvtransfer.layout import KVLayout
+from pdserve.config import MAX_FRAME_BYTES
 from pdserve.errors import ProtocolError
 from pdserve.types import SampledToken
 
@@ -53,7 +54,7 @@ VERSION: Final = 1
 TRANSFER_ID_BYTES: Final = 16
 HASH_BYTES: Final = 8  # of one entry of COMMIT's list
 MAX_HEADER_BYTES: Final = 128 * 1024
-MAX_PAYLOAD_BYTES: Final = 64 * 1024 * 1024
+MAX_PAYLOAD_BYTES: Final = MAX_FRAME_BYTES  # also of COMMIT's
 MAX_DECODE_BYTES: Final = 16 * 1024 * 1024  # of memory, however a hostile header nests and whatever it declares
 MAX_MODEL_BYTES: Final = 256
 MAX_ABORT_BYTES: Final = 1024

@@ -19,6 +19,7 @@ KERNELS = ("auto", "cpu", "reference")
 NETWORKS = ("ipc", "tcp")
 PAYLOADS = ("auto", "inline", "shared", "gloo", "nccl")
 TRANSFER_MODES = ("layerwise", "chunkwise", "whole")
+MAX_FRAME_BYTES = 64 * 1024 * 1024  # that the KV wire takes, whatever is set
 _MAX_PORT = 65535
 CPU_PATHS = ("auto", "amx", "avx512", "avx2", "portable")
 
@@ -187,6 +188,21 @@ class Config:
         ):
             if number < low:
                 raise ConfigError(f"{source}: {name} = {number}: must be at least {low}")
+        _check_transfer(self.transfer, source)
+
+
+def _check_transfer(transfer: TransferConfig, source: str) -> None:
+    """What would only show once a link is made, or in the first transfer that waits."""
+    if transfer.max_frame_bytes > MAX_FRAME_BYTES:
+        raise ConfigError(
+            f"{source}: transfer.max_frame_bytes = {transfer.max_frame_bytes}: must be at most {MAX_FRAME_BYTES}, the "
+            "largest payload of a message; lower it (1 MiB is the fastest)"
+        )
+    if transfer.deadline_ms < transfer.ticket_ttl_ms:
+        raise ConfigError(
+            f"{source}: transfer.deadline_ms = {transfer.deadline_ms}: must be at least transfer.ticket_ttl_ms "
+            f"({transfer.ticket_ttl_ms}), or no ticket lives as long as it says; raise it, or lower transfer.ticket_ttl_ms"
+        )
 
 
 def load_config(path: str | Path) -> Config:

@@ -40,6 +40,14 @@ def test_an_integer_will_do_for_a_float(tmp_path):
         ("[model]\ndtype = 'int8'\n", "model.dtype = 'int8': must be one of auto, float32, bfloat16"),
         ("[engine]\nmax_step_tokens = 0\n", "engine.max_step_tokens = 0: must be at least 1"),
         ("[transfer]\nwindow_bytes = 100\n", "transfer.window_bytes = 100: must be at least"),
+        (
+            "[transfer]\nmax_frame_bytes = 67108865\nwindow_bytes = 134217728\n",
+            "transfer.max_frame_bytes = 67108865: must be at most 67108864, .*; lower it",
+        ),
+        (
+            "[transfer]\ndeadline_ms = 4999\n",
+            r"transfer.deadline_ms = 4999: must be at least transfer.ticket_ttl_ms \(5000\), .*; raise it, or lower",
+        ),
         ("cluster = 3\n", r"cluster must be a section: write \[cluster\]"),
         ("[cluster\n", "not valid TOML"),
     ],
