@@ -21,7 +21,8 @@ from kvtransfer.actions import (
     Verify,
     Write,
 )
-from kvtransfer.frames import Commit, Layer, Received
+from kvtransfer.failure import abort_frame
+from kvtransfer.frames import Commit, Frame, Layer, Open, Ping, Received
 from kvtransfer.integrity import Hashes, hashes_of
 from kvtransfer.layout import KVWriter, ScratchReader
 from kvtransfer.port import FramePort
@@ -30,7 +31,7 @@ from kvtransfer.stats import LinkStats
 from kvtransfer.timing import Timing
 from kvtransfer.transports.base import Peer
 from pdserve.config import TransferConfig
-from pdserve.errors import PdserveError
+from pdserve.errors import PdserveError, TransferError
 from pdserve.tracing import Trace
 from pdserve.types import SampledToken
 
@@ -109,28 +110,32 @@ class IncomingTransfer:
         self._run(self._receiver.tick(now), self._peer, _NOTHING, now)
 
     def on_frame(self, peer: Peer, received: Received, now: float) -> None:
-        if self._admit(peer, received.frame.epoch):
+        if self._admit(peer, received.frame):
             refused = self._receiver.refused
             actions = self._receiver.on_frame(received.frame, now)
             self._stats.frames_refused += self._receiver.refused - refused
             self._run(actions, peer, received.payload, now)
 
     def on_bad_payload(self, peer: Peer, frame: Commit, now: float) -> None:
-        if self._admit(peer, frame.epoch):
+        if self._admit(peer, frame):
             refused = self._receiver.refused
             actions = self._receiver.bad_payload(frame, now)
             self._stats.frames_refused += self._receiver.refused - refused
             self._run(actions, peer, _NOTHING, now)
 
-    def _admit(self, peer: Peer, epoch: int) -> bool:
-        """Whether `peer` may speak. The first that knows transfer and epoch is the ticket's holder."""
-        if epoch != self._receiver.epoch:
+    def _admit(self, peer: Peer, frame: Frame) -> bool:
+        """Whether `peer` may speak. The first that knows transfer and epoch is the ticket's holder; a second one, who
+        has the ticket as well, is told so and changes nothing."""
+        if frame.epoch != self._receiver.epoch:
             return True  # refused with an answer, by the table
         if self._peer is None:
             self._peer = peer
-        if peer != self._peer:
-            self._stats.frames_refused += 1
-        return peer == self._peer
+        if peer == self._peer:
+            return True
+        self._stats.frames_refused += 1
+        if isinstance(frame, Open | Commit | Ping):
+            self._port.send(peer, abort_frame(frame.transfer, frame.epoch, _taken()))
+        return False
 
     def _run(self, actions: Sequence[ReceiverAction], peer: Peer | None, payload: memoryview, now: float) -> None:
         """`peer` gets the answers; `payload` is what came with the frame that caused the actions."""
@@ -194,3 +199,7 @@ class IncomingTransfer:
         self._reread = None
         self._hashes = None
         self._on_end(outcome)
+
+
+def _taken() -> TransferError:
+    return TransferError("another worker is sending under this ticket already")

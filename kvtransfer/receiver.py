@@ -353,7 +353,7 @@ class Receiver:
         """Tell the sender of another epoch that its time is over; this transfer goes on."""
         if not isinstance(frame, Open | Commit | Ping):
             return []
-        error = TransferError(f"epoch {frame.epoch} was refused: epoch {self.epoch} is expected")
+        error = TransferError(f"epoch {frame.epoch} is not the one that is expected")  # nor does it learn which one is
         return [Send(abort_frame(frame.transfer, frame.epoch, error))]
 
     def _check_place(self, frame: Layer) -> None:

@@ -201,7 +201,7 @@ def _check_transfer(transfer: TransferConfig, source: str) -> None:
     if transfer.deadline_ms < transfer.ticket_ttl_ms:
         raise ConfigError(
             f"{source}: transfer.deadline_ms = {transfer.deadline_ms}: must be at least transfer.ticket_ttl_ms "
-            f"({transfer.ticket_ttl_ms}), or no ticket lives as long as it says; raise it, or lower transfer.ticket_ttl_ms"
+            f"({transfer.ticket_ttl_ms}), as no ticket outlives it; raise it, or lower transfer.ticket_ttl_ms"
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from kvtransfer.exchange import Exchange
-from kvtransfer.frames import Abort, Ack, Commit, Credit, Frame, Gone, Nack, Open, Ping, decode, encode
+from kvtransfer.frames import Abort, Ack, Commit, Credit, Frame, Gone, Layer, Nack, Open, Ping, decode, encode
 from kvtransfer.receiver import Expectation
 from kvtransfer.stats import LinkStats
 from kvtransfer.transports.base import Event, Message, Part, Peer, PeerLost, fresh_buffer
@@ -200,6 +200,36 @@ def test_shut_down_ends_all_and_nothing_is_due_after() -> None:
     worker.exchange.shut_down(TransferError("closed"))
     assert len(worker.ends) == 6
     assert worker.exchange.next_deadline() is None
+
+
+def test_second_peer_with_a_ticket_is_told_that_it_is_taken_and_changes_nothing() -> None:
+    worker, other = Worker(), b"<another"
+    transfer = worker.expect(1)
+    worker.hears(SENDER, Ping(transfer, 1, reply=False, spent=0))
+    deadline = worker.exchange.next_deadline()
+    worker.clock.advance(TTL_S / 2)
+    offer = Open(transfer, 1, LAYOUT, b"model", b"h" * 16, 0, 10, 32, 4096)
+    for question in (offer, Ping(transfer, 1, reply=False, spent=0)):
+        (answer,) = worker.hears(other, question)
+        assert isinstance(answer, Abort)
+        assert "another worker" in answer.message
+    for remark in (answer, Gone(transfer, 1), Layer(transfer, 1, 0, 0, 1, 256, 256)):
+        assert worker.hears(other, remark, bytes(256) if isinstance(remark, Layer) else None) == []
+    assert worker.exchange.next_deadline() == deadline
+    assert worker.ends == []
+    assert worker.hears(SENDER, Ping(transfer, 1, reply=False, spent=0)) == [Ping(transfer, 1, reply=True, spent=0)]
+
+
+def test_who_does_not_hold_the_ticket_learns_nothing_of_it() -> None:
+    worker = Worker()
+    transfer = worker.expect(1)
+    worker.hears(SENDER, Ping(transfer, 1, reply=False, spent=0))
+    for (named, epoch), said in {
+        (transfer_id(9), 1): "no such transfer is expected here",
+        (transfer, 0): "epoch 0 is not the one that is expected",
+    }.items():
+        answers = worker.hears(b"<another", Ping(named, epoch, reply=False, spent=0))
+        assert answers == [Abort(named, epoch, "UNAVAILABLE", said)]
 
 
 PROBE_S = CONFIG.ping_interval_ms / 1000
