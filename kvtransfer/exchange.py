@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvtransfer.failure import abort_frame
+from kvtransfer.failure import abort_frame, without_frames
 from kvtransfer.frames import (
     BadPayload,
     Commit,
@@ -302,7 +302,7 @@ class Exchange:
         try:
             call()
         except PdserveError as error:
-            return error
+            return without_frames(error)
         except Exception as problem:  # noqa: BLE001 - the loop's supervisor: one transfer's bug is not the others'
             self._stats.internal_errors += 1
             self._log.exception("a KV transfer's step failed")

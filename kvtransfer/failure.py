@@ -1,4 +1,6 @@
-"""How the error that ends a transfer crosses the wire as an ABORT, and what it means on the other side."""
+"""How the error that ends a transfer leaves the link: to a callback as it is, to the other side as an ABORT, and what
+that means there.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,14 @@ _MESSAGE_CHARS = 250  # at most four bytes each: fits ABORT's limit
 
 # Errors that mean the same on both sides. Any other only tells this side that the transfer did not work out.
 _SHARED_CODES = frozenset({"FAILED_PRECONDITION", "CANCELLED", "DEADLINE_EXCEEDED", "DATA_LOSS"})
+
+
+def without_frames(error: PdserveError) -> PdserveError:
+    """An error that was raised, for others to keep. Its traceback and those of what led to it hold all the frames on
+    the way, and so the memory of whatever payload was at hand: an arena shared with another process would stay for as
+    long as somebody remembers why a transfer failed."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
 
 
 def abort_frame(transfer: bytes, epoch: int, error: PdserveError) -> Abort:

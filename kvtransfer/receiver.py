@@ -35,7 +35,7 @@ from typing import Any, Final
 
 from kvtransfer.actions import Delivered, Failed, NeedBlocks, ReceiverAction, Send, SenderLost, TakenOver, Verify, Write
 from kvtransfer.credit import CreditGranter
-from kvtransfer.failure import abort_error, abort_frame
+from kvtransfer.failure import abort_error, abort_frame, without_frames
 from kvtransfer.fields import MAX_RANGES
 from kvtransfer.frames import (
     MAX_PAYLOAD_BYTES,
@@ -345,7 +345,8 @@ class Receiver:
     def _guarded(self, handler: _Handler, frame: Frame) -> list[ReceiverAction]:
         try:
             return handler(self, frame)
-        except (ProtocolError, TransferError) as error:
+        except (ProtocolError, TransferError) as raised:
+            error = without_frames(raised)
             farewell = Send(abort_frame(self._expected.transfer, self.epoch, error))
             return [*self._lose_sender(error, self._silence.since), farewell]
 

@@ -37,7 +37,7 @@ from enum import IntEnum, StrEnum
 import msgpack
 
 from kvtransfer.transports.base import Event, Message, Part, Peer, Transport
-from kvtransfer.transports.carrier import Carrier, Inlet, Outlet, PayloadLost
+from kvtransfer.transports.carrier import Carrier, Inlet, Outlet
 from pdserve.clock import Clock
 from pdserve.errors import TransferError
 from pdserve.logs import Logger
@@ -307,11 +307,12 @@ class CarriedTransport:
                 if not arrival.settled() and now < arrival.due:
                     break
                 queue.popleft()
-                try:
-                    self._events.append(arrival.whole())
-                except TransferError as error:
+                whole = arrival.whole()
+                if isinstance(whole, Message):
+                    self._events.append(whole)
+                else:
                     self.counts["lost"] += 1
-                    self._fail_inlet(peer, arrival, error.message)
+                    self._fail_inlet(peer, arrival, whole)
             if not queue:
                 del self._arriving[peer]
 
@@ -408,10 +409,12 @@ class _Arrival:
     def settled(self) -> bool:
         return self.payload is None or self.payload.done()
 
-    def whole(self) -> Message:
-        """Raises PayloadLost."""
+    def whole(self) -> Message | str:
+        """The message, or why it will never be whole. The error is not raised: its traceback would hold this frame,
+        which holds the error, and all that waits would stay until the garbage collector comes by."""
         if self.payload is None:
             return self.message
         if not self.payload.done():
-            raise PayloadLost("a payload did not come in time")
-        return Message(self.message.peer, [*self.message.parts, self.payload.result()])
+            return "a payload did not come in time"
+        problem = self.payload.exception()
+        return str(problem) if problem else Message(self.message.peer, [*self.message.parts, self.payload.result()])

@@ -498,6 +498,44 @@ def test_writer_that_raises_ends_its_transfer_and_no_other(memory: TransportFact
         assert sendings[1].ended.wait() is None
 
 
+class Refusing:
+    """A reader and writer that refuses, for a reason that has a reason."""
+
+    def read_into(self, layer: int, start: int, stop: int, out: memoryview) -> None:
+        self.write(layer, start, stop, out)
+
+    def write(self, layer: int, start: int, stop: int, payload: memoryview) -> None:
+        try:
+            bytes(payload).decode("ascii").index("no such text")
+        except ValueError as problem:
+            raise TransferError("evicted") from problem
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_errors_that_somebody_keeps_hold_no_payload(tmp_path: Path, side: str) -> None:
+    make = transport_factory("shared", tmp_path)
+    prefill, decode = make_link(make()), make_link(make())
+    before = arenas()
+    with running(prefill, decode):
+        expecting = Expecting(decode, ids(100), writer=Refusing() if side == "decode" else None)
+        ended = Outcome()
+        reader = Refusing() if side == "prefill" else FakeStore.random(LAYOUT, 100, seed=1)
+        open_sender(prefill, expecting.ticket, ids(100), reader, ended)
+        assert expecting.needed.wait(WAIT_S)
+        send_all(prefill, expecting.ticket, LAYOUT.layer_count, 100, 24)
+        kept = ended.wait(), expecting.ended.wait()
+        assert arenas() > before, "no payload went through shared memory"
+    assert [str(error) for error in kept if "other side" not in str(error)] == ["evicted"]
+    assert arenas() == before
+    for error in kept:
+        assert isinstance(error, TransferError)
+        assert error.__traceback__ is error.__context__ is error.__cause__ is None
+
+
+def arenas() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:pdserve-kv")
+
+
 def test_callback_that_raises_is_counted_and_does_not_stop_the_link(memory: TransportFactory) -> None:
     def fail() -> None:
         raise RuntimeError("a bug in the engine")
