@@ -11,9 +11,10 @@ In the group a payload comes after its number and size. The descriptor is the nu
 reordered, and gloo ends the process where a receive is not of the size that was sent.
 
 Each end has one thread, which makes the group and then moves payloads in order. Every wait of it is bounded by
-`timeout_s`, but one that torch does not bound: joining the store of a process that is frozen lasts until it thaws or
-dies. When a wait fails the end is broken for good and the thread ends. `close` waits for nothing: a thread that is
-stuck ends by its timeout. Payloads are not encrypted: for networks that are trusted.
+`timeout_s`. Those in which torch waits for another process's store without a limit, for ever where that is frozen, end
+because the connection is shut from outside (cutting.py). When a wait fails the end is broken for good and the thread
+ends. `close` waits for nothing: a thread that is stuck ends by its timeout. So a peer that stands still costs one
+thread for some seconds, and nobody else's way. Payloads are not encrypted: for networks that are trusted.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 from kvtransfer.frames import MAX_PAYLOAD_BYTES
 from kvtransfer.transports.base import Part
 from kvtransfer.transports.carrier import PayloadLost, Wake, lost
+from kvtransfer.transports.cutting import cut_when_late
 from pdserve.errors import ConfigError, TransferError
 
 _NUMBER = struct.Struct("<Q")
@@ -161,7 +163,8 @@ class DistributedInlet:
         self._end.stop()
 
     def _run(self, host: str, port: int, settings: GroupSettings) -> None:
-        group = _Group(_store(host, port, settings), _RECEIVER, settings)
+        with cut_when_late(host, port, _STEPS_OF_SETUP * settings.timeout_s):
+            group = _Group(_store(host, port, settings), _RECEIVER, settings)
         self._group_made.set()
         self._wake()
         while (item := self._end.next()) is not None:
