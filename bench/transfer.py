@@ -39,6 +39,7 @@ from kvtransfer.transports.memory import MemoryNetwork
 from pdserve.errors import TransferError
 from pdserve.types import Ticket
 
+MIN_INTEGRITY_PAIRS = 10  # fewer medians of pairs tell little
 FRAME_SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 8 << 20)
 _ECHOES_IN_FLIGHT = 4
 
@@ -69,6 +70,7 @@ class IntegrityRow:
     pairs: int
     added_share: float
     added_quartiles: tuple[float, float]
+    bytes_per_s: float  # with it
     added_sender_cpu_s_per_gb: float
     added_receiver_cpu_s_per_gb: float
 
@@ -107,26 +109,30 @@ def bench_transports(transports: Sequence[str], frame_sizes: Sequence[int], roun
 
 
 def bench_integrity(transports: Sequence[str], frame_bytes: int, pairs: int) -> list[IntegrityRow]:
-    """A row for each transport between two processes."""
-    rows = []
+    """A row for each transport between two processes. All are measured in turns, a pair one after the other."""
     with _peer() as peer:
-        for transport in transports:
-            pair = {on: peer.transfers(transport, frame_bytes, integrity=on) for on in (True, False)}
-            samples = _in_turns(pair, pairs)
-            both = list(zip(samples[True], samples[False], strict=True))
-            added = [on.seconds / off.seconds - 1 for on, off in both]
-            rows.append(
-                IntegrityRow(
-                    transport,
-                    frame_bytes,
-                    pairs,
-                    median(added),
-                    middle_half(added),
-                    median(on.sender_cpu_s - off.sender_cpu_s for on, off in both) / TRANSFER_BYTES * 1e9,
-                    median(on.receiver_cpu_s - off.receiver_cpu_s for on, off in both) / TRANSFER_BYTES * 1e9,
-                )
-            )
-    return rows
+        subjects = {
+            (transport, on): peer.transfers(transport, frame_bytes, integrity=on)
+            for transport in transports
+            for on in (True, False)
+        }
+        samples = _in_turns(subjects, pairs)
+    return [_added(name, frame_bytes, samples[name, True], samples[name, False]) for name in transports]
+
+
+def _added(transport: str, frame_bytes: int, with_it: Sequence[Sample], without: Sequence[Sample]) -> IntegrityRow:
+    both = list(zip(with_it, without, strict=True))
+    added = [on.seconds / off.seconds - 1 for on, off in both]
+    return IntegrityRow(
+        transport,
+        frame_bytes,
+        len(both),
+        median(added),
+        middle_half(added),
+        TRANSFER_BYTES / median(on.seconds for on in with_it),
+        median(on.sender_cpu_s - off.sender_cpu_s for on, off in both) / TRANSFER_BYTES * 1e9,
+        median(on.receiver_cpu_s - off.receiver_cpu_s for on, off in both) / TRANSFER_BYTES * 1e9,
+    )
 
 
 def middle_half(values: Sequence[float]) -> tuple[float, float]:

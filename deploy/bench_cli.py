@@ -65,7 +65,7 @@ def transfer(
     json_output: JsonOption = False,
 ) -> None:
     """The KV wire: what is left of a transfer after prefill, bytes a second by transport, what integrity costs."""
-    from bench.transfer import FRAME_SIZES, bench_integrity, bench_transports
+    from bench.transfer import FRAME_SIZES, MIN_INTEGRITY_PAIRS, bench_integrity, bench_transports
     from bench.transfer_peer import TRANSPORTS
     from deploy.transfer_bench import bench_integrity_ttft, bench_modes
 
@@ -77,8 +77,9 @@ def transfer(
     if "transports" in part:
         tables.append(bench_transports(TRANSPORTS, FRAME_SIZES, rounds))
     if "integrity" in part:
-        tables.append(bench_integrity(["ipc"], 1 << 20, rounds))
-        tables.append(bench_integrity_ttft(256, rounds))
+        pairs = max(rounds, MIN_INTEGRITY_PAIRS)
+        tables.append(bench_integrity(["ipc", "shared"], 1 << 20, pairs))  # inline, and the default on one host
+        tables.append(bench_integrity_ttft(256, pairs))
     _print_tables(tables, json_output)
 
 
