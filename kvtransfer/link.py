@@ -278,13 +278,14 @@ class Link:
             self._inbox.popleft()()
 
     def wait_s(self) -> float:
-        """How long the next turn may wait."""
+        """How long the next turn may wait. While there are transfers, no longer than until a sign of life is due: time
+        in which nobody listened is told from silence only where it is longer than the wait that was meant."""
         deadline = self._exchange.next_deadline()
         if self._inbox:
             return 0.0
         if deadline is None:
             return _LONGEST_WAIT_S
-        return min(max(deadline - self._clock.now(), 0.0), _LONGEST_WAIT_S)
+        return min(max(deadline - self._clock.now(), 0.0), self._config.ping_interval_ms / 1000, _LONGEST_WAIT_S)
 
 
 class _Places:

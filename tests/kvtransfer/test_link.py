@@ -436,6 +436,15 @@ def test_link_that_was_away_for_longer_than_the_ttl_finds_the_answers_in_its_soc
         assert isinstance(idle.ended.wait(TTL_S), TransferError)  # nobody ever comes
 
 
+def test_turns_are_too_short_to_be_frozen_in_unseen(memory: TransportFactory) -> None:
+    link = make_link(memory())
+    link.accept()
+    link.expect(OWNER, ids(10), lambda: None, Outcome())
+    link.turn(link.wait_s())
+    assert 0 < link.wait_s() <= CONFIG.ping_interval_ms / 1000
+    link.close()
+
+
 def test_full_link_refuses_and_takes_again_when_one_has_ended(memory: TransportFactory) -> None:
     prefill, decode = make_link(memory(), max_transfers=2), make_link(memory(), max_transfers=2)
     with running(prefill, decode):

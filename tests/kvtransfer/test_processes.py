@@ -7,6 +7,7 @@ All faults and phases of a payload's path run side by side, on links of their ow
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import signal
 import tempfile
@@ -24,6 +25,7 @@ from support.kv_store import FakeStore
 
 RIGHT_BYTES = digest_of(FakeStore.random(LAYOUT, TOKEN_COUNT, seed=1))
 LONG_WAIT_S = 0.6  # for blocks, where something is to happen meanwhile
+JUDGED_SILENT = re.compile("TransferError: the (sender|receiver) was silent")
 ON_A_PAYLOADS_WAY = ("in the stream", "at COMMIT", "at ACK")
 
 
@@ -159,6 +161,7 @@ def test_frozen_peer_ends_the_other_side_in_time_and_itself_when_it_thaws(fork: 
         os.kill(victim.pid, signal.SIGCONT)
         late = victim.wait("end", ends_within_s(payload), name=name)
         check_end(late, passes=where[1] == "at ACK")
+        assert not JUDGED_SILENT.match(late["error"] or ""), f"{where}: {end['error']} / {late['error']}"
         if end["error"] is None:
             assert late["error"] is None
 
