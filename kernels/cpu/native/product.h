@@ -13,6 +13,7 @@ enum {
     PANEL_VECTORS = PANEL / LANES,
     MOST_ROWS = NARROW_ROWS > WIDE_ROWS ? NARROW_ROWS : WIDE_ROWS,
     PREFETCH_BYTES = 2048,
+    WHOLE_TILE = 0, /* beside numbers of rows */
 };
 
 enum kind {
@@ -100,6 +101,31 @@ INLINE void multiply_tile(const enum kind kind, const int rows, const int panel_
             vf_store(result + row * result_stride + v * LANES, acc[row][v]);
 }
 
+/* What large products are made of: a whole tile of one float32 panel in one chunk. In a function of its own, whose loop
+ * runs at least once, the compiler leaves the accumulators in their registers from beginning to end. */
+ONE_COPY void multiply_whole_tile(const char *operand, int64_t operand_stride, const char *panel, int64_t k,
+                                  float *result, int64_t result_stride, bool accumulate)
+{
+    const char *end = panel + k * LINE;
+    vf acc[MOST_ROWS][2 * PANEL_VECTORS];
+#pragma GCC unroll 16
+    for (int row = 0; row < NARROW_ROWS; row++)
+#pragma GCC unroll 4
+        for (int v = 0; v < PANEL_VECTORS; v++)
+            acc[row][v] = accumulate ? vf_load(result + row * result_stride + v * LANES) : vf_set(0.0f);
+    do {
+        add_products(PLAIN, NARROW_ROWS, PANEL_VECTORS, panel, 0, operand, operand_stride * 4, acc);
+        add_products(PLAIN, NARROW_ROWS, PANEL_VECTORS, panel + LINE, 0, operand + 4, operand_stride * 4, acc);
+        panel += 2 * LINE;
+        operand += 2 * 4;
+    } while (panel < end);
+#pragma GCC unroll 16
+    for (int row = 0; row < NARROW_ROWS; row++)
+#pragma GCC unroll 4
+        for (int v = 0; v < PANEL_VECTORS; v++)
+            vf_store(result + row * result_stride + v * LANES, acc[row][v]);
+}
+
 /* One of the sizes that tiles of up to `tile_rows` rows have; others are left out when this is compiled. */
 #define TILE_CASE(size)                                                                                               \
     case size:                                                                                                        \
@@ -113,13 +139,18 @@ INLINE void multiply_panels(const enum kind kind, const int tile_rows, const int
                             int64_t operand_stride, int64_t row_count, const struct panels *panels,
                             int64_t first_panel, float *result, int64_t result_stride, bool accumulate)
 {
+    const bool whole = kind == PLAIN && tile_rows == NARROW_ROWS && panel_count == 1 && panels->k <= panels->chunk_k;
     const int64_t tiles = (row_count + tile_rows - 1) / tile_rows;
     const int64_t row_bytes = operand_stride * (kind == DOTTED ? 2 : 4);
     const int64_t least = tiles ? row_count / tiles : 0, larger = row_count - least * tiles;
     result += first_panel * PANEL;
     for (int64_t tile = 0; tile < tiles; tile++) {
         const int64_t rows = least + (tile < larger);
-        switch (rows) {
+        switch (whole && rows == tile_rows ? WHOLE_TILE : rows) {
+        case WHOLE_TILE:
+            multiply_whole_tile(operand, operand_stride, panels->chunks[0] + first_panel * panels->panel_bytes, panels->k,
+                                result, result_stride, accumulate);
+            break;
             TILE_CASE(1)
             TILE_CASE(2)
             TILE_CASE(3)
