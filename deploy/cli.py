@@ -24,10 +24,11 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy import bench_cli, drill_cli
-from deploy.runtime import RuntimeDirectory
+from deploy.runtime import ClusterState, RuntimeDirectory
 from deploy.termination import STOP_SIGNALS, exit_on_signals
 from pdserve import logs
 from pdserve.client import Client, Result
+from pdserve.client.channel import address_list
 from pdserve.config import TRANSFER_MODES, Config, load_config
 from pdserve.errors import ConfigError, DeadlineExceeded, InvalidArgument, PdserveError, Unavailable
 from pdserve.rpc.inference_pb2 import ServerInfo
@@ -116,12 +117,10 @@ def status(
     json_output: JsonOption = False,
 ) -> None:
     """Show the router's addresses and each worker."""
-    with Client(_addresses(address, config, runtime_dir)) as client:
+    routers = _addresses(address, config, runtime_dir)
+    with Client(routers) as client:
         info = client.server_info()
-    if json_output:
-        _out.print_json(json.dumps(_status_object(info)))
-    else:
-        _print_status(info)
+    _report(info, routers, json_output)
 
 
 @app.command()
@@ -205,7 +204,7 @@ def _runtime(path: Path | None, runtime_dir: str) -> RuntimeDirectory:
 
 def _addresses(address: str, path: Path | None, runtime_dir: str) -> list[str]:
     if address:
-        return [part.strip() for part in address.split(",")]
+        return list(address_list(address))
     runtime = _runtime(path, runtime_dir)
     state = runtime.read_state()
     if state is None or state.supervisor() is None:
@@ -244,13 +243,12 @@ def _run_cluster(config: Config, json_output: bool) -> None:
     begin = time.monotonic()
     with LocalCluster(config, progress) as cluster:
         info = cluster.info()
-        if json_output:
-            _out.print_json(json.dumps(_status_object(info)))
-        else:
+        if not json_output:
             stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in cluster.stage_seconds.items())
             took = f"after {time.monotonic() - begin:.1f} s ({stages})"
-            _out.print(f"{cluster.model} serves at {cluster.grpc_address} {took}")
-            _print_status(info)
+            _out.print(f"{cluster.model} serves at {', '.join(cluster.grpc_addresses)} {took}")
+        _report(info, cluster.grpc_addresses, json_output)
+        if not json_output:
             _out.print("Ctrl-C stops it")
         with contextlib.suppress(KeyboardInterrupt, SystemExit):
             threading.Event().wait()
@@ -276,19 +274,20 @@ def _start_detached(config: Config, arguments: list[str], json_output: bool) -> 
             command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True
         )
         try:
-            info = _wait_healthy(process, runtime, config.cluster.start_timeout_s + 30.0)
+            state = _wait_healthy(process, runtime, config.cluster.start_timeout_s + 30.0)
         except BaseException:  # a signal too: nobody would know of the cluster
             process.terminate()
             raise
-        if info is None:
+        if state is None:
             output.seek(0)
             _err.print(output.read().decode(errors="replace").strip(), markup=False)
             raise typer.Exit(process.returncode or 1)
-    _report_up(info, json_output)
+    with Client(state.routers) as client:
+        _report(client.server_info(), state.routers, json_output)
 
 
-def _wait_healthy(process: subprocess.Popen[bytes], runtime: RuntimeDirectory, timeout_s: float) -> ServerInfo | None:
-    """The cluster's own words once it is healthy; None if the process ended before."""
+def _wait_healthy(process: subprocess.Popen[bytes], runtime: RuntimeDirectory, timeout_s: float) -> ClusterState | None:
+    """What the cluster's state file says once it is healthy; None if the process ended before."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:
@@ -299,20 +298,22 @@ def _wait_healthy(process: subprocess.Popen[bytes], runtime: RuntimeDirectory, t
         if state is not None and state.pid == process.pid:
             with Client(state.grpc) as client:
                 if client.healthy():
-                    return client.server_info()
+                    return state
     raise Unavailable(f"the cluster did not start within {timeout_s:g} s; its logs are in {runtime.logs}")
 
 
-def _report_up(info: ServerInfo, json_output: bool) -> None:
+def _report(info: ServerInfo, routers: list[str], json_output: bool) -> None:
+    """`routers`: the addresses of all; `info` is what one of them says."""
     if json_output:
-        _out.print_json(json.dumps(_status_object(info)))
+        _out.print_json(json.dumps(_status_object(info, routers)))
     else:
-        _print_status(info)
+        _print_status(info, routers)
 
 
-def _status_object(info: ServerInfo) -> dict[str, Any]:
+def _status_object(info: ServerInfo, routers: list[str]) -> dict[str, Any]:
     return {
         "grpc": info.grpc_address,
+        "routers": routers,
         "sessions": info.session_address,
         "router_pid": info.pid,
         "model": info.model,
@@ -334,8 +335,8 @@ def _status_object(info: ServerInfo) -> dict[str, Any]:
     }
 
 
-def _print_status(info: ServerInfo) -> None:
-    _out.print(f"model {info.model}  grpc {info.grpc_address}  sessions {info.session_address}")
+def _print_status(info: ServerInfo, routers: list[str]) -> None:
+    _out.print(f"model {info.model}  grpc {', '.join(routers)}  sessions {info.session_address}", soft_wrap=True)
     headings = ("worker", "role", "pid", "state", "queue", "requests", "free", "cached", "leased")
     table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in headings:

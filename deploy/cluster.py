@@ -155,7 +155,7 @@ class LocalCluster:
                 _temp_dir=str(self._runtime.ray),
             )
         except Exception as error:  # Ray raises plain ones when its processes do not come up in time
-            raise Unavailable(f"Ray did not start: {error}") from error
+            raise Unavailable(f"Ray did not start: {error}\n{self._runtime.ray_complaints()}") from error
 
     def _start_actors(self) -> None:
         cluster, options = self.config.cluster, self._options(_PLACES)

@@ -28,4 +28,7 @@ class PortReservation:
         try:
             bound.bind((host, port))
         except OSError as error:
-            raise ConfigError(f"{setting} = {port}: cannot listen at {host}:{port}: {error.strerror}") from None
+            raise ConfigError(
+                f"{setting} = {port}: cannot listen at {host}:{port}: {error.strerror}; "
+                "choose another port, or 0 for any free one"
+            ) from None

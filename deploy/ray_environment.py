@@ -1,4 +1,4 @@
-"""What Ray reads from the environment when it is imported. Import this module before `ray`; it does the rest."""
+"""What Ray and gRPC read from the environment when they start. Import this module before `ray`; it does the rest."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ _SETTINGS = {
     "RAY_worker_niceness": "0",
     # Ray prints a paragraph into the terminal for every killed worker. Here that is an event like others; it is logged.
     "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed",
+    # A fork here is followed by an exec. gRPC's handlers round it only get in the way, in Ray's child processes too.
+    "GRPC_ENABLE_FORK_SUPPORT": "0",
 }
 
 for _name, _value in _SETTINGS.items():

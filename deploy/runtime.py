@@ -16,6 +16,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
 import tempfile
 from dataclasses import asdict, dataclass
@@ -26,6 +27,8 @@ import psutil
 from pdserve.errors import ConfigError
 
 _MAX_DIRECTORY_BYTES = 40  # leaves room for Ray's own long socket names
+_COMPLAINT = re.compile(r"\[[^]]* [WECF] ")  # how Ray marks a line's severity, behind the date
+_COMPLAINTS = 3  # of each file
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +151,16 @@ class RuntimeDirectory:
                     found.update((child.pid, child) for child in process.children(recursive=True))
         found.pop(os.getpid(), None)
         return list(found.values())
+
+    def ray_complaints(self) -> str:
+        """The last warnings and errors of Ray's own processes, a line each; they go with the directory."""
+        found = []
+        for name in ("gcs_server.out", "gcs_server.err", "raylet.out", "raylet.err"):
+            with contextlib.suppress(FileNotFoundError):
+                text = (self.ray / "session_latest" / "logs" / name).read_text(errors="replace")
+                lines = [line for line in text.splitlines() if name.endswith(".err") or _COMPLAINT.match(line)]
+                found += [f"{name}: {line.strip()}" for line in lines[-_COMPLAINTS:]]
+        return "\n".join(found) or "Ray's processes logged no warning"
 
     def remove(self) -> None:
         """Delete the directory and all in it, and let go of it."""

@@ -23,9 +23,6 @@ Everything that an older attempt still says is fenced off by its owner.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from enum import Enum
-
 from pdserve.config import RouterConfig
 from pdserve.errors import (
     AlreadyExists,
@@ -49,79 +46,15 @@ from router.actions import (
     Request,
     Retry,
     SenderLost,
-    Standing,
     Stands,
     StartDecode,
     StartPrefill,
 )
 from router.breaker import Breakers
+from router.in_flight import Attempt, InFlight, Phase, entries_of
 from router.membership import Membership
 from router.policies import Candidate, Policy, Wish
-from router.suspicion import Refusals, Suspicion
-
-
-class Phase(Enum):
-    PLACING = "placing"
-    TICKET = "ticket"
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-
-@dataclass(slots=True)
-class _Attempt:
-    """Workers are named as long as they hold something for it."""
-
-    owner: Owner
-    decode: str | None
-    prefill: str | None = None
-    epoch: int = 0  # of the latest ticket
-    shares: bool = False  # its prompt's KV is another output's
-
-    def workers(self) -> list[str]:
-        return [worker for worker in (self.decode, self.prefill) if worker is not None]
-
-
-@dataclass(slots=True)
-class _Prompt:
-    """What the outputs of a request have in common."""
-
-    fingerprint: str | None = None
-
-
-@dataclass(slots=True)
-class _InFlight:
-    """One output of a request."""
-
-    request: Request
-    output: int
-    prompt: _Prompt
-    phase: Phase = Phase.PLACING
-    deadline: float | None = None
-    attempt: _Attempt | None = None
-    attempts: int = 0
-    fruitless: int = 0  # attempts in a row that brought no token
-    output_ids: list[int] = field(default_factory=list)
-    suspicion: Suspicion = field(default_factory=Suspicion)
-    avoid: set[str] = field(default_factory=set)
-    eos_token_ids: tuple[int, ...] = ()
-    output_fingerprint: str | None = None
-    exact: bool = True
-    told: Standing = field(default_factory=Standing)  # what the client knows of it
-
-    @property
-    def standing(self) -> Standing:
-        return Standing(
-            self.prompt.fingerprint or "",
-            self.output_fingerprint or "",
-            self.exact,
-            self.suspicion.crashes,
-            self.suspicion.output_count,
-        )
-
-    @property
-    def recovering(self) -> bool:
-        """A later attempt is being made and has brought no token yet."""
-        return self.attempts > 1 and self.phase in (Phase.TICKET, Phase.PREFILL)
+from router.suspicion import Refusals
 
 
 class Dispatch:
@@ -134,7 +67,7 @@ class Dispatch:
         self._config = config
         self._breakers = Breakers(config.breaker_failures, config.breaker_cooldown_ms / 1000)
         self._refusals = Refusals(config.poison_refusal_ms / 1000)
-        self._requests: dict[tuple[str, int], _InFlight] = {}  # by request id and output; the oldest first
+        self._requests: dict[tuple[str, int], InFlight] = {}  # by request id and output; the oldest first
         self._attempts = 0  # made so far, of all requests: a request id may come again, an owner may not
 
     def __len__(self) -> int:
@@ -161,7 +94,7 @@ class Dispatch:
             raise FailedPrecondition(
                 f"this prompt crashed several workers; it is refused for another {refused_s:.0f} s"
             )
-        entries = _entries(request)
+        entries = entries_of(request)
         self._requests.update(((request.request_id, entry.output), entry) for entry in entries)
         return [action for entry in entries for action in self._place(entry, now)]
 
@@ -290,21 +223,21 @@ class Dispatch:
 
     # What they have in common.
 
-    def _current(self, owner: Owner) -> _InFlight | None:
+    def _current(self, owner: Owner) -> InFlight | None:
         """The request whose current attempt this owner is. Anything else is fenced off."""
         entry = self._requests.get((owner.request_id, owner.output))
         if entry is None or entry.attempt is None or entry.attempt.owner != owner:
             return None
         return entry
 
-    def _tell(self, entry: _InFlight) -> list[Action]:
+    def _tell(self, entry: InFlight) -> list[Action]:
         """Let the client know how an output stands, if it does not."""
         if entry.standing == entry.told:
             return []
         entry.told = entry.standing
         return [Stands(entry.request.request_id, entry.output, entry.told)]
 
-    def _outputs(self, request_id: str) -> list[_InFlight]:
+    def _outputs(self, request_id: str) -> list[InFlight]:
         """What is in flight of a request."""
         return [entry for entry in self._requests.values() if entry.request.request_id == request_id]
 
@@ -313,7 +246,7 @@ class Dispatch:
         waiting = [entry for entry in self._requests.values() if entry.phase is Phase.PLACING]
         return [action for entry in waiting for action in self._place(entry, now)]
 
-    def _place(self, entry: _InFlight, now: float) -> list[Action]:
+    def _place(self, entry: InFlight, now: float) -> list[Action]:
         """Start the next attempt, or let it wait for a worker or for its turn."""
         entry.phase = Phase.PLACING
         if entry.attempts and self._recoveries() >= self._config.max_recoveries:
@@ -342,7 +275,7 @@ class Dispatch:
         self._attempts += 1
         request = entry.request
         owner = Owner(request.tenant, request.request_id, self._incarnation, self._attempts, entry.output)
-        entry.attempt = _Attempt(owner, decode, shares=share is not None)
+        entry.attempt = Attempt(owner, decode, shares=share is not None)
         alone = self._computes_alone(entry, decode) or self._policy.choose_prefill(wish, candidates) is None
         local = share is not None or alone
         if local and share is None:
@@ -352,7 +285,7 @@ class Dispatch:
         shared = share[1] if share else None
         return [StartDecode(decode, owner, entry.request, tuple(entry.output_ids), local, shared)]
 
-    def _shareable(self, entry: _InFlight, candidates: list[Candidate]) -> tuple[str, Owner] | None:
+    def _shareable(self, entry: InFlight, candidates: list[Candidate]) -> tuple[str, Owner] | None:
         """A decode worker where another output of this request is being served, and that one's owner."""
         if entry.request.n == 1 or entry.suspicion.isolated:
             return None
@@ -365,19 +298,19 @@ class Dispatch:
     def _recoveries(self) -> int:
         return sum(1 for entry in self._requests.values() if entry.recovering)
 
-    def _computes_alone(self, entry: _InFlight, decode: str) -> bool:
+    def _computes_alone(self, entry: InFlight, decode: str) -> bool:
         """Whether the attempt shall do without a prefill worker even if there is one."""
         member = self._membership.get(decode)
         return entry.suspicion.isolated or (member is not None and member.info.role is Role.PREFILL)
 
-    def _compute_alone(self, entry: _InFlight, decode: str) -> list[Action]:
+    def _compute_alone(self, entry: InFlight, decode: str) -> list[Action]:
         """Let the decode worker do without any prefill worker from now on."""
         assert entry.attempt is not None
         entry.phase = Phase.PREFILL
         entry.deadline = None
         return [PrefillLocally(decode, entry.attempt.owner)]
 
-    def _wish(self, entry: _InFlight) -> Wish:
+    def _wish(self, entry: InFlight) -> Wish:
         return Wish(frozenset(entry.avoid), entry.prompt.fingerprint, entry.output_fingerprint)
 
     def _candidates(self, now: float) -> list[Candidate]:
@@ -424,22 +357,13 @@ class Dispatch:
         if info is not None and error.blames_worker:
             self._breakers.failed(info.worker_id, now)
 
-    # The first worker to compute a range decides its fingerprint; another one's makes the stream inexact.
-
-    def _note_prompt(self, entry: _InFlight, worker: str) -> None:
+    def _note_prompt(self, entry: InFlight, worker: str) -> None:
         """`worker` computes the KV of the prompt and of what was accepted of the output."""
-        fingerprint = self._fingerprint(worker)
-        entry.prompt.fingerprint = entry.prompt.fingerprint or fingerprint
-        of_output = entry.output_fingerprint if entry.output_ids else fingerprint
-        if fingerprint != entry.prompt.fingerprint or fingerprint != of_output:
-            entry.exact = False
+        entry.prompt_computed_by(self._fingerprint(worker))
 
-    def _note_output(self, entry: _InFlight, worker: str) -> None:
+    def _note_output(self, entry: InFlight, worker: str) -> None:
         """`worker` computes what comes next of the output."""
-        fingerprint = self._fingerprint(worker)
-        entry.output_fingerprint = entry.output_fingerprint or fingerprint
-        if fingerprint != entry.output_fingerprint:
-            entry.exact = False
+        entry.output_computed_by(self._fingerprint(worker))
         member = self._membership.get(worker)
         entry.eos_token_ids = member.info.eos_token_ids if member else entry.eos_token_ids
 
@@ -448,7 +372,7 @@ class Dispatch:
         assert member is not None, "only members are chosen, and only members report"
         return member.info.fingerprint
 
-    def _lose_prefill(self, entry: _InFlight, worker: str, error: PdserveError, now: float) -> list[Action]:
+    def _lose_prefill(self, entry: InFlight, worker: str, error: PdserveError, now: float) -> list[Action]:
         """The sender is gone before the first token: let the decode worker ask for another one."""
         assert entry.attempt is not None
         assert entry.attempt.decode is not None
@@ -462,7 +386,7 @@ class Dispatch:
         entry.deadline = now + self._config.ticket_timeout_ms / 1000
         return [SenderLost(entry.attempt.decode, entry.attempt.owner, entry.attempt.epoch, error)]
 
-    def _fail_attempt(self, entry: _InFlight, error: PdserveError, worker: str, now: float) -> list[Action]:
+    def _fail_attempt(self, entry: InFlight, error: PdserveError, worker: str, now: float) -> list[Action]:
         """Abort what is left of the current attempt and go on: another attempt, or the end."""
         assert entry.attempt is not None
         actions = self._abort_attempt(entry)
@@ -483,35 +407,19 @@ class Dispatch:
         entry.avoid.add(worker)
         return [*actions, Retry(owner, phase, str(error)), *self._place(entry, now)]
 
-    def _convict(self, entry: _InFlight, now: float) -> list[Action]:
+    def _convict(self, entry: InFlight, now: float) -> list[Action]:
         """End a request that crashes workers, and refuse its like for a while."""
         self._refusals.add(entry.request.tenant, entry.request.prompt_ids, now)
         crashes = entry.suspicion.crashes
         return self._end(entry, InternalError(f"{crashes} workers in a row crashed on this request; it is given up"))
 
-    def _abort_attempt(self, entry: _InFlight) -> list[Action]:
+    def _abort_attempt(self, entry: InFlight) -> list[Action]:
         assert entry.attempt is not None
         owner = entry.attempt.owner
         return [Abort(worker, owner) for worker in entry.attempt.workers()]
 
-    def _end(self, entry: _InFlight, outcome: Finish | PdserveError) -> list[Action]:
+    def _end(self, entry: InFlight, outcome: Finish | PdserveError) -> list[Action]:
         """Forget the output, drop what workers hold for it, and say how it ended: once."""
         aborts = self._abort_attempt(entry) if entry.attempt else []
         del self._requests[entry.request.request_id, entry.output]
         return [*aborts, End(entry.request.request_id, entry.output, outcome, entry.attempts, entry.exact)]
-
-
-def _entries(request: Request) -> list[_InFlight]:
-    """The outputs of a request, as they stand."""
-    standings = request.standings or (Standing(),) * request.n
-    known = next((standing.prompt_fingerprint for standing in standings if standing.prompt_fingerprint), None)
-    prompt = _Prompt(known)
-    entries: list[_InFlight] = []
-    for output, (ids, standing) in enumerate(zip(request.received_ids, standings, strict=True)):
-        suspicion = Suspicion(standing.crashes, standing.crashed_at)
-        suspicion.progressed(len(ids))
-        entry = _InFlight(request, output, prompt, output_ids=list(ids), suspicion=suspicion, exact=standing.exact)
-        entry.output_fingerprint = standing.output_fingerprint or None
-        entry.told = entry.standing
-        entries.append(entry)
-    return entries

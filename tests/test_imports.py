@@ -51,6 +51,7 @@ PURE_CORES = [
     "router.policies",
     "router.control",
     "router.dispatch",
+    "router.in_flight",
     "router.validation",
     "pdserve.types",
     "pdserve.config",

@@ -10,7 +10,7 @@ from bench.simulation.router import SimulatedRouter
 from bench.simulation.worker import SimulatedWorker
 from kvtransfer.incoming import IncomingTransfer
 from kvtransfer.outgoing import OutgoingTransfer
-from router.dispatch import Phase
+from router.in_flight import Phase
 
 _OVER_LIMIT = 2  # a session's first message and the connection's end are beside its outbox
 

@@ -115,7 +115,8 @@ def _free_early() -> None:
 
 def _repeat_token() -> None:
     from router.actions import Accept
-    from router.dispatch import Dispatch, Phase
+    from router.dispatch import Dispatch
+    from router.in_flight import Phase
 
     on_tokens = Dispatch.on_tokens
 

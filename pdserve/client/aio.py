@@ -20,6 +20,7 @@ from pdserve.client.channel import (
     RESUME_TIMEOUT_S,
     UNARY_TIMEOUT_S,
     address_list,
+    checked_timeout,
     own_errors,
 )
 from pdserve.client.request import GenerateOptions, Prompt, generate_request
@@ -67,7 +68,7 @@ class AsyncClient:
     ) -> AsyncStream:
         """Start a generation. Not a coroutine: `async for delta in client.generate(...)`."""
         request = identified(generate_request(prompt, options))
-        return AsyncStream(self, request, self._clock, timeout_s)
+        return AsyncStream(self, request, self._clock, checked_timeout(timeout_s))
 
     @property
     def has_others(self) -> bool:

@@ -19,6 +19,7 @@ from pdserve.client.channel import (
     RESUME_TIMEOUT_S,
     UNARY_TIMEOUT_S,
     address_list,
+    checked_timeout,
     own_errors,
 )
 from pdserve.client.request import GenerateOptions, Prompt, generate_request
@@ -56,7 +57,8 @@ class Client:
     """
 
     def __init__(self, addresses: str | Sequence[str], *, clock: Clock | None = None) -> None:
-        """`addresses`: host:port of each router. `clock` measures TTFT and TPOT."""
+        """`addresses`: host:port of each router, several as a sequence or with commas between. `clock` measures TTFT
+        and TPOT."""
         self._routes = [_Route(address) for address in address_list(addresses)]
         self._current = 0
         self._clock = clock or SystemClock()
@@ -70,7 +72,7 @@ class Client:
     ) -> Stream:
         """Start a generation for a text, a chat or token ids. Errors of the call come out of the stream."""
         request = identified(generate_request(prompt, options))
-        return Stream(self, request, self._clock, timeout_s)
+        return Stream(self, request, self._clock, checked_timeout(timeout_s))
 
     @property
     def has_others(self) -> bool:

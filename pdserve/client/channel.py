@@ -11,7 +11,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from pdserve.client.resume import ConnectionLost
-from pdserve.errors import PdserveError, ResourceExhausted, error_from_code
+from pdserve.errors import InvalidArgument, PdserveError, ResourceExhausted, error_from_code
 
 DEFAULT_TIMEOUT_S: Final = 600.0  # of a generation
 UNARY_TIMEOUT_S: Final = 10.0  # of the calls that only ask
@@ -33,11 +33,22 @@ CHANNEL_OPTIONS: Final = (
 
 
 def address_list(addresses: str | Sequence[str]) -> tuple[str, ...]:
-    """One address or several, the first tried first. Raises ValueError for none."""
-    listed = (addresses,) if isinstance(addresses, str) else tuple(addresses)
-    if not listed:
-        raise ValueError("addresses: at least one router's host:port is needed")
+    """One address or several (a string with commas between, or a sequence), the first tried first. Raises
+    InvalidArgument for none."""
+    parts = addresses.split(",") if isinstance(addresses, str) else addresses
+    listed = tuple(part.strip() for part in parts)
+    if not all(listed) or not listed:
+        raise InvalidArgument(
+            "addresses", f"at least one router's host:port is needed and none may be empty, not {addresses!r}"
+        )
     return listed
+
+
+def checked_timeout(timeout_s: float | None) -> float | None:
+    """A generation's time limit. Raises InvalidArgument where nothing could be generated in it."""
+    if timeout_s is not None and not timeout_s > 0:
+        raise InvalidArgument("timeout_s", f"must be above 0, or None for no limit, not {timeout_s:g}")
+    return timeout_s
 
 
 @contextmanager

@@ -442,6 +442,20 @@ class TestRequest:
         with pytest.raises(TypeError, match="role and content"):
             client.generate([message])
 
+    @pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan")])
+    def test_a_time_limit_in_which_nothing_can_happen_is_refused_here(self, client: Client, timeout_s: float) -> None:
+        with pytest.raises(InvalidArgument, match="timeout_s: must be above 0"):
+            client.generate("hi", timeout_s=timeout_s)
+
+    def test_a_string_may_name_several_routers(self, router: ScriptedRouter) -> None:
+        with Client(f"127.0.0.1:{unused_port()}, {router.address}") as client:
+            assert client.complete("hi").text == "Hello"
+
+    @pytest.mark.parametrize("addresses", ["", [], "127.0.0.1:1,", ["127.0.0.1:1", ""]])
+    def test_an_address_that_is_missing_is_refused_here(self, addresses: Any) -> None:
+        with pytest.raises(InvalidArgument, match="at least one router's host:port"):
+            Client(addresses)
+
 
 class TestOtherCalls:
     def test_infos_are_the_routers_own_messages(self, client: Client) -> None:

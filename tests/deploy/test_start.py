@@ -12,7 +12,12 @@ from pdserve.errors import Unavailable
 
 
 def test_ray_that_does_not_come_up_is_a_plain_error(monkeypatch, small_checkpoint):
-    def too_slow(**options):
+    def too_slow(_temp_dir, **options):
+        logs = Path(_temp_dir) / "session_latest" / "logs"
+        logs.mkdir(parents=True)
+        (logs / "raylet.out").write_text(
+            "[2026-01-01 I 1 1] (raylet) fine\n[2026-01-01 E 1 1] (raylet) no port is free\n"
+        )
         raise Exception("The current node timed out during startup.")
 
     monkeypatch.setattr(ray, "init", too_slow)
@@ -22,6 +27,8 @@ def test_ray_that_does_not_come_up_is_a_plain_error(monkeypatch, small_checkpoin
             "model": {"path": str(small_checkpoint)},
             "router": {"grpc_port": 0},
         }
-        with pytest.raises(Unavailable, match="Ray did not start: The current node timed out"):
+        with pytest.raises(Unavailable, match="Ray did not start: The current node timed out") as caught:
             LocalCluster(Config().override(sections, "test"))
+        assert "raylet.out: [2026-01-01 E 1 1] (raylet) no port is free" in str(caught.value)
+        assert "fine" not in str(caught.value)
         assert list(Path(folder).iterdir()) == []

@@ -16,8 +16,8 @@ from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
 from pdserve.client.stream import StreamFold
 from prefill_worker.service import Export
-from router.dispatch import _Attempt
 from router.frontend import Output
+from router.in_flight import Attempt
 from router.suspicion import Suspicion
 
 _SEEDS = 500
@@ -108,7 +108,7 @@ def _standing_forgotten(patch: pytest.MonkeyPatch) -> None:
 def _sharing_untold(patch: pytest.MonkeyPatch) -> None:
     """A router believes that an output which shares a prompt computes nothing of it."""
     shares = property(lambda self: False, lambda self, value: None)
-    patch.setattr(_Attempt, "shares", shares)
+    patch.setattr(Attempt, "shares", shares)
 
 
 def _never_convicted(patch: pytest.MonkeyPatch) -> None:

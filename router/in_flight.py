@@ -1,0 +1,105 @@
+"""What the router knows of an output while it is served. Values and their rules; `router.dispatch` decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from pdserve.types import Owner
+from router.actions import Request, Standing
+from router.suspicion import Suspicion
+
+
+class Phase(Enum):
+    PLACING = "placing"
+    TICKET = "ticket"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(slots=True)
+class Attempt:
+    """Workers are named as long as they hold something for it."""
+
+    owner: Owner
+    decode: str | None
+    prefill: str | None = None
+    epoch: int = 0  # of the latest ticket
+    shares: bool = False  # its prompt's KV is another output's
+
+    def workers(self) -> list[str]:
+        return [worker for worker in (self.decode, self.prefill) if worker is not None]
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """What the outputs of a request have in common."""
+
+    fingerprint: str | None = None
+
+
+@dataclass(slots=True)
+class InFlight:
+    """One output of a request."""
+
+    request: Request
+    output: int
+    prompt: _Prompt
+    phase: Phase = Phase.PLACING
+    deadline: float | None = None
+    attempt: Attempt | None = None
+    attempts: int = 0
+    fruitless: int = 0  # attempts in a row that brought no token
+    output_ids: list[int] = field(default_factory=list)
+    suspicion: Suspicion = field(default_factory=Suspicion)
+    avoid: set[str] = field(default_factory=set)
+    eos_token_ids: tuple[int, ...] = ()
+    output_fingerprint: str | None = None
+    exact: bool = True
+    told: Standing = field(default_factory=Standing)  # what the client knows of it
+
+    @property
+    def standing(self) -> Standing:
+        return Standing(
+            self.prompt.fingerprint or "",
+            self.output_fingerprint or "",
+            self.exact,
+            self.suspicion.crashes,
+            self.suspicion.output_count,
+        )
+
+    @property
+    def recovering(self) -> bool:
+        """A later attempt is being made and has brought no token yet."""
+        return self.attempts > 1 and self.phase in (Phase.TICKET, Phase.PREFILL)
+
+    # The first worker to compute a range decides its fingerprint; another one's makes the stream inexact.
+
+    def prompt_computed_by(self, fingerprint: str) -> None:
+        """Such a worker computes the KV of the prompt and of what was accepted of the output."""
+        self.prompt.fingerprint = self.prompt.fingerprint or fingerprint
+        of_output = self.output_fingerprint if self.output_ids else fingerprint
+        if fingerprint != self.prompt.fingerprint or fingerprint != of_output:
+            self.exact = False
+
+    def output_computed_by(self, fingerprint: str) -> None:
+        """Such a worker computes what comes next of the output."""
+        self.output_fingerprint = self.output_fingerprint or fingerprint
+        if fingerprint != self.output_fingerprint:
+            self.exact = False
+
+
+def entries_of(request: Request) -> list[InFlight]:
+    """The outputs of a request, as they stand."""
+    standings = request.standings or (Standing(),) * request.n
+    known = next((standing.prompt_fingerprint for standing in standings if standing.prompt_fingerprint), None)
+    prompt = _Prompt(known)
+    entries: list[InFlight] = []
+    for output, (ids, standing) in enumerate(zip(request.received_ids, standings, strict=True)):
+        suspicion = Suspicion(standing.crashes, standing.crashed_at)
+        suspicion.progressed(len(ids))
+        entry = InFlight(request, output, prompt, output_ids=list(ids), suspicion=suspicion, exact=standing.exact)
+        entry.output_fingerprint = standing.output_fingerprint or None
+        entry.told = entry.standing
+        entries.append(entry)
+    return entries
