@@ -148,6 +148,40 @@ INLINE void multiply_tile(const enum kind kind, const int rows, const int panel_
             vf_store(result + row * result_stride + v * LANES, acc[row][v]);
 }
 
+/* What attention's products are made of: a whole tile of one float32 panel in one chunk. In a function of its own, whose loop
+ * runs at least once, the compiler leaves the accumulators in their registers from beginning to end. */
+ONE_COPY void multiply_whole_tile(const char *operand, int64_t operand_stride, const char *panel, int64_t k,
+                                  float *result, int64_t result_stride, bool accumulate)
+{
+    const char *end = panel + k * LINE;
+    vf acc[MOST_ROWS][2 * PANEL_VECTORS];
+    int64_t odd_strides[ODD_STRIDES];
+#pragma GCC unroll 8
+    for (int i = 0; i < ODD_STRIDES; i++)
+        odd_strides[i] = (2 * i + 1) * operand_stride * 4;
+#pragma GCC unroll 16
+    for (int row = 0; row < NARROW_ROWS; row++)
+#pragma GCC unroll 4
+        for (int v = 0; v < PANEL_VECTORS; v++)
+            acc[row][v] = accumulate ? vf_load(result + row * result_stride + v * LANES) : vf_set(0.0f);
+    do {
+#pragma GCC unroll 8
+        for (int i = 0; i < ODD_STRIDES; i++)
+            __asm__("" : "+r"(odd_strides[i]));
+#pragma GCC unroll 8
+        for (int line = 0; line < 2 * TURN; line++)
+            add_products(PLAIN, NARROW_ROWS, PANEL_VECTORS, panel + line * LINE, 0, operand + line * 4, odd_strides, NULL,
+                         acc);
+        panel += 2 * TURN * LINE;
+        operand += 2 * TURN * 4;
+    } while (panel < end);
+#pragma GCC unroll 16
+    for (int row = 0; row < NARROW_ROWS; row++)
+#pragma GCC unroll 4
+        for (int v = 0; v < PANEL_VECTORS; v++)
+            vf_store(result + row * result_stride + v * LANES, acc[row][v]);
+}
+
 /* One of the sizes that tiles of up to `tile_rows` rows have; others are left out when this is compiled. */
 #define TILE_CASE(size)                                                                                               \
     case size:                                                                                                        \
@@ -195,12 +229,17 @@ INLINE void multiply_panels(const enum kind kind, const int tile_rows, const int
                             bool accumulate)
 {
     const int64_t row_bytes = operand_stride * (kind == DOTTED ? 2 : 4);
+    const bool whole = kind == PLAIN && tile_rows == NARROW_ROWS && panel_count == 1 && !fetches && panels->k <= panels->chunk_k;
     result += first_panel * PANEL;
     for (int64_t tiles = (row_count + tile_rows - 1) / tile_rows; tiles > 0; tiles--) {
         const int64_t rows = rows_of_tile(row_count, tiles, tile_rows);
         const struct fetch share = {fetch.from, fetch.lines / tiles};
-        multiply_rows(kind, tile_rows, panel_count, fetches, rows, operand, operand_stride, panels, first_panel, share, NULL,
-                      result, result_stride, accumulate);
+        if (whole && rows == NARROW_ROWS)
+            multiply_whole_tile(operand, operand_stride, panels->chunks[0] + first_panel * panels->panel_bytes, panels->k,
+                                result, result_stride, accumulate);
+        else
+            multiply_rows(kind, tile_rows, panel_count, fetches, rows, operand, operand_stride, panels, first_panel, share,
+                          NULL, result, result_stride, accumulate);
         fetch.from += share.lines * LINE;
         fetch.lines -= share.lines;
         row_count -= rows;
