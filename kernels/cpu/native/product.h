@@ -88,8 +88,8 @@ INLINE void add_products(const enum kind kind, const int rows, const int vectors
     }
 }
 
-/* `rows` rows times `panel_count` panels from `first_panel` on; both constants where it is called, as is whether there is
- * something to fetch. KEPT: the panel goes to `kept`. */
+/* `rows` rows times `panel_count` panels from `first_panel` on; both constants where it is called, as is whether
+ * there is something to fetch. KEPT: the panel goes to `kept`. */
 INLINE void multiply_tile(const enum kind kind, const int rows, const int panel_count, const bool fetches,
                           const char *operand, int64_t operand_stride, const struct panels *panels, int64_t first_panel,
                           struct fetch fetch, float *kept, float *result, int64_t result_stride, bool accumulate)
@@ -229,7 +229,8 @@ INLINE void multiply_panels(const enum kind kind, const int tile_rows, const int
                             bool accumulate)
 {
     const int64_t row_bytes = operand_stride * (kind == DOTTED ? 2 : 4);
-    const bool whole = kind == PLAIN && tile_rows == NARROW_ROWS && panel_count == 1 && !fetches && panels->k <= panels->chunk_k;
+    const bool whole = kind == PLAIN && tile_rows == NARROW_ROWS && panel_count == 1 && !fetches &&
+                       panels->k <= panels->chunk_k;
     result += first_panel * PANEL;
     for (int64_t tiles = (row_count + tile_rows - 1) / tile_rows; tiles > 0; tiles--) {
         const int64_t rows = rows_of_tile(row_count, tiles, tile_rows);
@@ -277,7 +278,8 @@ INLINE void multiply_block(const enum kind kind, const char *operand, int64_t op
     for (int64_t panel = 0; panel < panels->panel_count; panel++, result += PANEL) {
         const bool last = panel + 1 == panels->panel_count;
         const struct fetch fetch = {last ? next : panels->chunks[0] + (panel + 1) * panels->panel_bytes, lines};
-        const struct fetch share = {fetch.from, lines / tiles}, rest = {fetch.from + lines / tiles * LINE, lines - lines / tiles};
+        const struct fetch share = {fetch.from, lines / tiles};
+        const struct fetch rest = {fetch.from + share.lines * LINE, lines - share.lines};
         if (kind == PLAIN || rows < KEEPING_ROWS) {
             multiply_panels(kind, kind == PLAIN ? NARROW_ROWS : EXPANDED_NARROW_ROWS, 1, true, operand, operand_stride, rows,
                             panels, panel, fetch, result - panel * PANEL, result_stride, accumulate);
