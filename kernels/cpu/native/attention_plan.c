@@ -5,25 +5,36 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { TASKS_A_THREAD = 4 }; /* fewer: segments are computed apart */
-
-static int64_t tile_tokens(const struct products *products, int64_t group) { return max_of(1, products->query_rows / group); }
+enum {
+    TASKS_A_THREAD = 4,  /* fewer: segments are computed apart */
+    TILES_A_THREAD = 16, /* fewer: one thread would wait for another's last tile; smaller tiles then */
+    LEAST_TILE_ROWS = 96,
+};
 
 static int64_t group_of(const struct attention_job *job) { return job->heads / job->cache->kv_heads; }
 
-static int64_t count_items(const struct attention_job *job)
+static int64_t count_items(const struct attention_job *job, int64_t tile_tokens)
 {
-    const int64_t tokens = tile_tokens(job->products, group_of(job));
     int64_t count = 0;
     for (int64_t s = 0; s < job->batch->sequence_count; s++)
-        count += (job->batch->sequences[s].count + tokens - 1) / tokens * job->cache->kv_heads;
+        count += (job->batch->sequences[s].count + tile_tokens - 1) / tile_tokens * job->cache->kv_heads;
     return count;
+}
+
+/* Large tiles, as each gets the K and V that it reads ready for itself, but enough of them for all threads. */
+static int64_t choose_tile_tokens(const struct attention_job *job, int64_t threads)
+{
+    const int64_t group = group_of(job);
+    int64_t tokens = max_of(1, job->products->query_rows / group);
+    while (threads > 1 && tokens / 2 * group >= LEAST_TILE_ROWS && count_items(job, tokens) < TILES_A_THREAD * threads)
+        tokens /= 2;
+    return tokens;
 }
 
 /* Late positions first: they take longest, and the short tasks then fill the gaps. */
 static void list_items(struct attention_plan *plan, const struct attention_job *job)
 {
-    const int64_t tokens = tile_tokens(job->products, group_of(job));
+    const int64_t tokens = plan->tile_tokens;
     struct attention_item *item = plan->items;
     plan->task_count = 0;
     for (int64_t s = 0; s < job->batch->sequence_count; s++) {
@@ -41,7 +52,8 @@ static void list_items(struct attention_plan *plan, const struct attention_job *
 bool attention_plan_make(struct attention_plan *plan, const struct attention_job *job, int64_t threads)
 {
     const int64_t group = group_of(job), value_dim = rounded_up(job->cache->head_dim, PANEL);
-    *plan = (struct attention_plan){.item_count = count_items(job)};
+    *plan = (struct attention_plan){.tile_tokens = choose_tile_tokens(job, threads)};
+    plan->item_count = count_items(job, plan->tile_tokens);
     plan->items = malloc((size_t)max_of(1, plan->item_count) * sizeof *plan->items);
     if (!plan->items)
         return false;
@@ -51,7 +63,7 @@ bool attention_plan_make(struct attention_plan *plan, const struct attention_job
         plan->task_count = plan->item_count;
         return true;
     }
-    const int64_t rows = rounded_up(tile_tokens(job->products, group) * group, ROW_PAD);
+    const int64_t rows = rounded_up(plan->tile_tokens * group, ROW_PAD);
     plan->partial_floats = rows * (ROW_PAD + value_dim);
     plan->partials = aligned_alloc(LINE, (size_t)rounded_up(plan->task_count * plan->partial_floats * 4, LINE));
     plan->item_of_task = malloc((size_t)plan->task_count * sizeof *plan->item_of_task);

@@ -17,6 +17,7 @@ struct attention_item {
 };
 
 struct attention_plan {
+    int64_t tile_tokens;
     struct attention_item *items;
     int64_t item_count;
     int64_t task_count; /* items, or segments where `split` */

@@ -76,8 +76,9 @@ struct multiplying {
 static void multiply_piece(void *argument, int64_t thread, struct piece *piece)
 {
     const struct multiplying *work = argument;
-    product_function *product = work->products->wide_product ? work->products->wide_product : work->products->product;
-    const bool halves = work->products == &work->path->products[PDK_BFLOAT16] && !work->products->wide_product;
+    /* Where bfloat16 is widened, float32's products are the limit. */
+    const bool halves = work->products->operand_bytes == 2;
+    product_function *product = halves ? work->products->product : work->path->products[PDK_FLOAT32].product;
     const int64_t panel_bytes = PRODUCT_K * PANEL * (halves ? 2 : 4);
     const char *chunk = work->panels;
     const struct panels panels = {&chunk, PRODUCT_K, PRODUCT_K, panel_bytes, PRODUCT_PANELS};

@@ -3,7 +3,6 @@
  * A piece of the phase is a run of panels. A thread goes through them for one block of rows at a time, and through K in
  * blocks whose float32 sums are stored and taken up again: that changes the order of no sum. The sums of a block stay in a
  * scratch that the nearest cache holds until they are complete, and leave it once, with bias, residual or gate applied.
- * With few rows K is not cut: the operand is small, and panels stream in one go.
  */
 #include "linear.h"
 
@@ -12,9 +11,8 @@
 enum {
     GROUP = 2,        /* panels that go through a block of rows together */
     ROW_BLOCK = 120,  /* rows whose operand the second cache holds: 120 rows x 512 x 4 bytes */
-    K_BLOCK = 512,    /* of K: a panel of it fits the nearest cache beside the operand's rows */
-    WIDE_ROWS = 48,   /* from here on it pays to widen a panel before it is multiplied */
-    WIDE_K_BLOCK = 256,
+    K_BLOCK = 288,    /* of K: a panel of it in float32 fits the nearest cache beside the operand's rows */
+    BLOCKED_ROWS = 4, /* fewer have a small operand and wait for panels, which stream in one go */
 };
 
 int64_t pdk_packed_bytes(int64_t out_features, int64_t in_features, int64_t dtype)
@@ -44,9 +42,8 @@ void pdk_pack(const void *weight, int64_t out_features, int64_t in_features, int
 
 enum {
     SUM_FLOATS = (ROW_BLOCK + ROW_PAD) * GROUP * PANEL,
-    WIDE_FLOATS = WIDE_K_BLOCK * PANEL,
-    PIECE_BYTES = 96 * 1024, /* of weights: some microseconds */
-    MANY_ROWS_PIECES = 4,    /* a thread's, where a piece takes long anyway */
+    KEPT_FLOATS = K_BLOCK * PANEL,
+    PIECE_BYTES = 96 * 1024, /* of weights: some microseconds. Of many rows fewer bytes take as long */
 };
 
 static int64_t unit_count(const struct pdk_linear *linear)
@@ -57,8 +54,8 @@ static int64_t unit_count(const struct pdk_linear *linear)
 static int64_t pieces_a_thread(const struct pdk_linear *linear, int64_t rows, int64_t threads)
 {
     const int64_t bytes = pdk_packed_bytes(linear->out_features, linear->in_features, linear->dtype) / threads;
-    const int64_t most = rows > FEW_ROWS ? MANY_ROWS_PIECES : PIECES_A_THREAD;
-    return threads == 1 ? 1 : max_of(1, min_of(most, min_of(bytes / PIECE_BYTES, unit_count(linear) / threads)));
+    const int64_t most = rows > FEW_ROWS ? PIECES_A_THREAD : min_of(PIECES_A_THREAD, bytes / PIECE_BYTES);
+    return threads == 1 ? 1 : max_of(1, min_of(most, unit_count(linear) / threads));
 }
 
 static bool stages(int64_t rows, int64_t threads) { return rows <= FEW_ROWS && threads > 1; }
@@ -67,7 +64,7 @@ int64_t linear_scratch_bytes(const struct pdk_linear *linear, int64_t rows, int6
 {
     const int64_t units = unit_count(linear), pieces = pieces_a_thread(linear, rows, threads) * threads;
     const int64_t staged = stages(rows, threads) ? (units + pieces - 1) / pieces * rows * GROUP * PANEL : 0;
-    return (SUM_FLOATS + WIDE_FLOATS + staged) * 4;
+    return (SUM_FLOATS + KEPT_FLOATS + staged) * 4;
 }
 
 void take_operand(const struct products *products, const float *x, int64_t rows, int64_t size, void *operand)
@@ -81,47 +78,26 @@ void take_operand(const struct products *products, const float *x, int64_t rows,
     }
 }
 
-/* As sum_products, panel by panel through a float32 copy that the nearest cache holds. */
-static void sum_wide_products(const struct linear_job *job, const char *operand, int64_t rows, const char *panels,
-                              int64_t panel_bytes, int64_t panel_count, float *sums)
-{
-    const struct products *products = &job->path->products[job->linear->dtype];
-    const int64_t k_size = operand_size(job->linear->in_features), k_bytes = PANEL * dtype_bytes(job->linear->dtype);
-    const int64_t blocks = (k_size + WIDE_K_BLOCK - 1) / WIDE_K_BLOCK;
-    float *wide = sums + SUM_FLOATS;
-    const char *chunk = (const char *)wide;
-    for (int64_t block = 0; block < blocks; block++) {
-        const int64_t k = k_size / K_PAD * block / blocks * K_PAD;
-        const int64_t k_end = k_size / K_PAD * (block + 1) / blocks * K_PAD;
-        const struct panels part = {&chunk, k_end - k, k_end - k, 0, 1};
-        for (int64_t panel = 0; panel < panel_count; panel++) {
-            products->widen(panels + panel * panel_bytes + k * k_bytes, (k_end - k) * k_bytes, wide);
-            products->wide_product(operand + k * products->operand_bytes, k_size, rows, &part, sums + panel * PANEL,
-                                   GROUP * PANEL, block > 0);
-        }
-    }
-}
-
 /* Sums of `rows` rows from `first_row` on for panels at `panels`, `panel_bytes` apart, into [rows][GROUP * PANEL]; the
  * scratch goes on after them. */
 static void sum_products(const struct linear_job *job, int64_t first_row, int64_t rows, const char *panels,
-                         int64_t panel_bytes, int64_t panel_count, float *sums)
+                         int64_t panel_bytes, int64_t panel_count, const char *next, float *sums)
 {
     const struct pdk_linear *linear = job->linear;
     const struct products *products = &job->path->products[linear->dtype];
     const int64_t k_size = operand_size(linear->in_features), k_bytes = PANEL * dtype_bytes(linear->dtype);
-    const int64_t blocks = rows <= FEW_ROWS ? 1 : (k_size + K_BLOCK - 1) / K_BLOCK;
+    const int64_t blocks = rows < BLOCKED_ROWS ? 1 : (k_size + K_BLOCK - 1) / K_BLOCK;
     const char *operand = (const char *)job->operand + first_row * k_size * products->operand_bytes;
-    if (products->widen && rows >= WIDE_ROWS) {
-        sum_wide_products(job, operand, rows, panels, panel_bytes, panel_count, sums);
-        return;
-    }
     for (int64_t block = 0; block < blocks; block++) {
         const int64_t k = k_size / K_PAD * block / blocks * K_PAD;
         const int64_t k_end = k_size / K_PAD * (block + 1) / blocks * K_PAD;
-        const char *chunk = panels + k * k_bytes;
+        const char *chunk = panels + k * k_bytes, *at = operand + k * products->operand_bytes;
         const struct panels part = {&chunk, k_end - k, k_end - k, panel_bytes, panel_count};
-        products->product(operand + k * products->operand_bytes, k_size, rows, &part, sums, GROUP * PANEL, block > 0);
+        if (products->block_product && rows >= BLOCKED_ROWS)
+            products->block_product(at, k_size, rows, &part, block + 1 < blocks ? panels + k_end * k_bytes : next,
+                                    sums + SUM_FLOATS, sums, GROUP * PANEL, block > 0);
+        else
+            products->product(at, k_size, rows, &part, sums, GROUP * PANEL, block > 0);
     }
 }
 
@@ -204,7 +180,7 @@ static void sum_unit(const struct linear_job *job, int64_t unit, int64_t first_r
     sum_split_products(job, first_row, rows, panels, stride, count, threads, sums);
 #else
     (void)threads;
-    sum_products(job, first_row, rows, panels, stride, count, sums);
+    sum_products(job, first_row, rows, panels, stride, count, panels + (gates ? 1 : count) * bytes, sums);
 #endif
 }
 
@@ -227,7 +203,7 @@ static void run_staged(const struct linear_phase *phase, int64_t first, int64_t 
 {
     const struct linear_job *job = phase->job;
     const int64_t floats = job->rows * GROUP * PANEL;
-    float *staged = sums + SUM_FLOATS + WIDE_FLOATS;
+    float *staged = sums + SUM_FLOATS + KEPT_FLOATS;
     for (int64_t unit = first; unit < end; unit++) {
         sum_unit(job, unit, 0, job->rows, phase->threads, sums);
         memcpy(staged + (unit - first) * floats, sums, (size_t)floats * 4);

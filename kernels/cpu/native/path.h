@@ -47,6 +47,11 @@ struct panels {
 typedef void product_function(const void *operand, int64_t operand_stride, int64_t rows, const struct panels *panels,
                               float *result, int64_t result_stride, bool accumulate);
 
+/* The same for panels of one chunk that come from memory, and for a few rows or more: `next`, where panels go on, is fetched
+ * meanwhile, as much as one panel of the chunk. `kept`: room for one panel in float32. */
+typedef void block_function(const void *operand, int64_t operand_stride, int64_t rows, const struct panels *panels,
+                            const char *next, float *kept, float *result, int64_t result_stride, bool accumulate);
+
 struct attention_task; /* cache.h */
 
 /* The kernels for one dtype of weights and KV. */
@@ -55,9 +60,7 @@ struct products {
     int64_t operand_bytes;                                             /* of one element */
     int64_t k_step;                                                    /* what k must be a multiple of */
     int64_t query_rows;                                                /* rows of a query tile that suit the product */
-    /* Where widened panels are faster for many rows, else NULL: the same bits from panels that `widen` made float32. */
-    product_function *wide_product;
-    void (*widen)(const char *panels, int64_t bytes, float *to);
+    block_function *block_product; /* NULL: as product */
     void (*store_operand)(const float *row, int64_t count, void *out); /* rounds to the dtype */
     int64_t (*attend_scratch)(int64_t head_dim, int64_t group);        /* bytes */
     void (*attend)(const struct attention_task *task, void *scratch);

@@ -10,6 +10,8 @@
 #endif
 #define EXPANDED_NARROW_ROWS NARROW_ROWS
 #define EXPANDED_WIDE_ROWS WIDE_ROWS
+#define KEEPING_ROWS 0
+#define TURN 1
 #define HAS_DOT
 #include "dot.h"
 
@@ -48,9 +50,9 @@ const struct pdk_path avx512_path = {
     .end = nothing,
     .products =
         {
-            [PDK_FLOAT32] = {multiply_float32, 4, 1, QUERY_ROWS, NULL, NULL, store_float32,
+            [PDK_FLOAT32] = {multiply_float32, 4, 2 * TURN, QUERY_ROWS, NULL, store_float32,
                              attend_scratch_float32, attend_float32, merge_float32},
-            [PDK_BFLOAT16] = {multiply_bfloat16, 2, PAIR_K_STEP, QUERY_ROWS, NULL, NULL, store_bfloat16,
+            [PDK_BFLOAT16] = {multiply_bfloat16, 2, PAIR_K_STEP, QUERY_ROWS, NULL, store_bfloat16,
                               attend_scratch_bfloat16, attend_bfloat16, merge_bfloat16},
         },
     .rms_norm = rms_norm_row,

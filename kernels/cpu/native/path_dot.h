@@ -19,7 +19,7 @@ INLINE void store_weights_bfloat16(const vf weights[PART_VECTORS], void *out) { 
 #define PRODUCT multiply_float32
 #define KV_DTYPE PDK_FLOAT32
 #define OPERAND_BYTES 4
-#define K_STEP 1
+#define K_STEP (2 * TURN)
 #define STORE_QUERY store_float32
 #define STORE_WEIGHTS store_weights_float32
 #include "attention.h"

@@ -19,6 +19,20 @@ ONE_COPY void multiply_bfloat16(const void *operand, int64_t operand_stride, int
     multiply(EXPANDED, operand, operand_stride, rows, panels, result, result_stride, accumulate);
 }
 
+ONE_COPY void multiply_block_float32(const void *operand, int64_t operand_stride, int64_t rows,
+                                     const struct panels *panels, const char *next, float *kept, float *result,
+                                     int64_t result_stride, bool accumulate)
+{
+    multiply_block(PLAIN, operand, operand_stride, rows, panels, next, kept, result, result_stride, accumulate);
+}
+
+ONE_COPY void multiply_block_bfloat16(const void *operand, int64_t operand_stride, int64_t rows,
+                                      const struct panels *panels, const char *next, float *kept, float *result,
+                                      int64_t result_stride, bool accumulate)
+{
+    multiply_block(EXPANDED, operand, operand_stride, rows, panels, next, kept, result, result_stride, accumulate);
+}
+
 /* bfloat16 panels as float32 ones: `bytes` of whole panel rows. */
 static void widen(const char *panels, int64_t bytes, float *to)
 {
@@ -38,7 +52,7 @@ INLINE void store_weights(const vf weights[PART_VECTORS], void *out)
         vf_store((float *)out + v * LANES, weights[v]);
 }
 
-enum { QUERY_ROWS = 96, BLOCK_ROWS = 48, DIAGONAL_ROWS = 24, WIDEN_ROWS = 12 };
+enum { QUERY_ROWS = 384, BLOCK_ROWS = 48, DIAGONAL_ROWS = 24, WIDEN_ROWS = 12, K_STEP = 2 * TURN };
 
 #define OPERAND_BYTES 4
 #define STORE_WEIGHTS store_weights
@@ -46,19 +60,16 @@ enum { QUERY_ROWS = 96, BLOCK_ROWS = 48, DIAGONAL_ROWS = 24, WIDEN_ROWS = 12 };
 #define ATTEND(name) name##_float32
 #define PRODUCT multiply_float32
 #define KV_DTYPE PDK_FLOAT32
-#define K_STEP 1
 #define STORE_QUERY store_float32
 #include "attention.h"
 #undef ATTEND
 #undef PRODUCT
 #undef KV_DTYPE
-#undef K_STEP
 #undef STORE_QUERY
 
 #define ATTEND(name) name##_bfloat16
 #define PRODUCT multiply_bfloat16
 #define KV_DTYPE PDK_BFLOAT16
-#define K_STEP 2
 #define STORE_QUERY store_rounded
 #define WIDE_PRODUCT multiply_float32
 #include "attention.h"
@@ -76,9 +87,9 @@ const struct pdk_path JOIN(PATH_NAME, _path) = {
     .end = nothing,
     .products =
         {
-            [PDK_FLOAT32] = {multiply_float32, 4, 1, QUERY_ROWS, NULL, NULL, store_float32,
+            [PDK_FLOAT32] = {multiply_float32, 4, K_STEP, QUERY_ROWS, multiply_block_float32, store_float32,
                              attend_scratch_float32, attend_float32, merge_float32},
-            [PDK_BFLOAT16] = {multiply_bfloat16, 4, 2, QUERY_ROWS, multiply_float32, widen, store_rounded,
+            [PDK_BFLOAT16] = {multiply_bfloat16, 4, K_STEP, QUERY_ROWS, multiply_block_bfloat16, store_rounded,
                               attend_scratch_bfloat16, attend_bfloat16, merge_bfloat16},
         },
     .rms_norm = rms_norm_row,

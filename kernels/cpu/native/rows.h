@@ -69,17 +69,23 @@ static void silu_mul_row(const float *gate, const float *up, int64_t size, float
         vf_store_some(y + i, silu_mul(vf_load_some(gate + i, size - i), vf_load_some(up + i, size - i)), size - i);
 }
 
-/* One head: dimension i turns together with dimension i + head_dim / 2. */
+/* One head: dimension i turns together with dimension i + head_dim / 2. Here for `count` of them. */
+INLINE void rotate_some(const float *x, int64_t half, const float *cos, const float *sin, int64_t count, float *y)
+{
+    const vf first = vf_load_some(x, count), second = vf_load_some(x + half, count);
+    const vf c = vf_load_some(cos, count), s = vf_load_some(sin, count);
+    vf_store_some(y, first * c - second * s, count);
+    vf_store_some(y + half, second * c + first * s, count);
+}
+
 static void rotary_row(const float *x, int64_t head_dim, const float *cos, const float *sin, float *y)
 {
     const int64_t half = head_dim / 2;
-    for (int64_t i = 0; i < half; i += LANES) {
-        const int64_t count = min_of(LANES, half - i);
-        const vf first = vf_load_some(x + i, count), second = vf_load_some(x + half + i, count);
-        const vf c = vf_load_some(cos + i, count), s = vf_load_some(sin + i, count);
-        vf_store_some(y + i, first * c - second * s, count);
-        vf_store_some(y + half + i, second * c + first * s, count);
-    }
+    int64_t i = 0;
+    for (; i + LANES <= half; i += LANES)
+        rotate_some(x + i, half, cos + i, sin + i, LANES, y + i);
+    if (i < half)
+        rotate_some(x + i, half, cos + i, sin + i, half - i, y + i);
 }
 
 static void bias_row(const float *values, const float *bias, int64_t count, float *y)
