@@ -148,8 +148,8 @@ INLINE void multiply_panels(const enum kind kind, const int tile_rows, const int
         const int64_t rows = least + (tile < larger);
         switch (whole && rows == tile_rows ? WHOLE_TILE : rows) {
         case WHOLE_TILE:
-            multiply_whole_tile(operand, operand_stride, panels->chunks[0] + first_panel * panels->panel_bytes, panels->k,
-                                result, result_stride, accumulate);
+            multiply_whole_tile(operand, operand_stride, panels->chunks[0] + first_panel * panels->panel_bytes,
+                                panels->k, result, result_stride, accumulate);
             break;
             TILE_CASE(1)
             TILE_CASE(2)
