@@ -47,8 +47,8 @@ struct panels {
 typedef void product_function(const void *operand, int64_t operand_stride, int64_t rows, const struct panels *panels,
                               float *result, int64_t result_stride, bool accumulate);
 
-/* The same for panels of one chunk that come from memory, and for a few rows or more: `next`, where panels go on, is fetched
- * meanwhile, as much as one panel of the chunk. `kept`: room for one panel in float32. */
+/* The same for panels of one chunk that come from memory, and for a few rows or more: `next`, where panels go on, is
+ * fetched meanwhile, as much as one panel of the chunk. `kept`: room for one panel in float32. */
 typedef void block_function(const void *operand, int64_t operand_stride, int64_t rows, const struct panels *panels,
                             const char *next, float *kept, float *result, int64_t result_stride, bool accumulate);
 

@@ -1,11 +1,12 @@
 /* Matrix products in vectors: tiles of a few rows times one or two panels, accumulators in registers along all of K.
  *
- * Set before including, beside what simd.h wants: NARROW_ROWS, the rows of a tile of one panel, and WIDE_ROWS, those of a
- * tile of two (fewer: both hold their accumulators in the registers there are); EXPANDED_NARROW_ROWS and EXPANDED_WIDE_ROWS
- * for panels that are widened on the way; TURN, how many pairs of K a turn of the inner loop takes.
+ * Set before including, beside what simd.h wants: NARROW_ROWS, the rows of a tile of one panel, and WIDE_ROWS, those of
+ * a tile of two (fewer: both hold their accumulators in the registers there are); EXPANDED_NARROW_ROWS and
+ * EXPANDED_WIDE_ROWS for panels that are widened on the way; TURN, how many pairs of K a turn of the inner loop takes.
  *
- * A core that shares its front end with a busy neighbour is bound by the count of its instructions, not by the multiply-adds
- * among them: so the loop is unrolled, addresses need no instructions, and accumulators stay in their registers.
+ * A core that shares its front end with a busy neighbour is bound by the count of its instructions, not by the
+ * multiply-adds among them: so the loop is unrolled, addresses need no instructions, and accumulators stay in their
+ * registers.
  */
 #ifndef PDK_PRODUCT_H
 #define PDK_PRODUCT_H
@@ -27,8 +28,8 @@ enum kind {
     DOTTED,   /* bfloat16 pairs on both sides, two products an instruction */
 };
 
-/* Lines that a product fetches on the way, evenly, for those that follow. `from` NULL: where its rows are so few that it
- * waits for memory, its own panels some way ahead. */
+/* Lines that a product fetches on the way, evenly, for those that follow. `from` NULL: where its rows are so few that
+ * it waits for memory, its own panels some way ahead. */
 struct fetch {
     const char *from;
     int64_t lines;
@@ -58,8 +59,8 @@ INLINE void load_weights(const enum kind kind, const int odd, const int vectors,
 }
 
 /* acc += one row of the panels (one k, or a pair of them) times the operand's. */
-INLINE void add_products(const enum kind kind, const int rows, const int vectors, const char *panel, int64_t panel_bytes,
-                         const char *operand, const int64_t odd_strides[ODD_STRIDES], float *kept,
+INLINE void add_products(const enum kind kind, const int rows, const int vectors, const char *panel,
+                         int64_t panel_bytes, const char *operand, const int64_t odd_strides[ODD_STRIDES], float *kept,
                          vf acc[MOST_ROWS][2 * PANEL_VECTORS])
 {
     const int halves = kind == EXPANDED || kind == KEPT ? 2 : 1;
@@ -115,7 +116,7 @@ INLINE void multiply_tile(const enum kind kind, const int rows, const int panel_
     for (int64_t chunk = 0; left > 0; chunk++, left -= panels->chunk_k) {
         const char *panel = panels->chunks[chunk] + first_panel * panel_bytes;
         const char *end = panel + min_of(left, panels->chunk_k) / (2 * TURN) * turn * LINE;
-        const char *jump = end - PREFETCH_BYTES; /* from here on the next panels are fetched, not the neighbour's rest */
+        const char *jump = end - PREFETCH_BYTES; /* from here on the next panels, not the neighbour's rest */
         while (panel < end) {
             const int64_t ahead = PREFETCH_BYTES + (panel < jump ? 0 : (panel_count - 1) * panel_bytes);
 #pragma GCC unroll 8
@@ -148,8 +149,8 @@ INLINE void multiply_tile(const enum kind kind, const int rows, const int panel_
             vf_store(result + row * result_stride + v * LANES, acc[row][v]);
 }
 
-/* What attention's products are made of: a whole tile of one float32 panel in one chunk. In a function of its own, whose loop
- * runs at least once, the compiler leaves the accumulators in their registers from beginning to end. */
+/* What attention's products are made of: a whole tile of one float32 panel in one chunk. In a function of its own,
+ * whose loop runs at least once, the compiler leaves the accumulators in their registers from beginning to end. */
 ONE_COPY void multiply_whole_tile(const char *operand, int64_t operand_stride, const char *panel, int64_t k,
                                   float *result, int64_t result_stride, bool accumulate)
 {
@@ -170,8 +171,8 @@ ONE_COPY void multiply_whole_tile(const char *operand, int64_t operand_stride, c
             __asm__("" : "+r"(odd_strides[i]));
 #pragma GCC unroll 8
         for (int line = 0; line < 2 * TURN; line++)
-            add_products(PLAIN, NARROW_ROWS, PANEL_VECTORS, panel + line * LINE, 0, operand + line * 4, odd_strides, NULL,
-                         acc);
+            add_products(PLAIN, NARROW_ROWS, PANEL_VECTORS, panel + line * LINE, 0, operand + line * 4, odd_strides,
+                         NULL, acc);
         panel += 2 * TURN * LINE;
         operand += 2 * TURN * 4;
     } while (panel < end);
@@ -214,8 +215,8 @@ INLINE void multiply_rows(const enum kind kind, const int tile_rows, const int p
     }
 }
 
-/* Rows of the next of `tiles` tiles for `rows` rows: as many as a tile has; the last ones two less each, or one where a tile
- * has an odd number. A core whose neighbour is busy does not like tiles of five between those of six. */
+/* Rows of the next of `tiles` tiles for `rows` rows: as many as a tile has; the last ones two less each, or one where a
+ * tile has an odd number. A core whose neighbour is busy does not like tiles of five between those of six. */
 INLINE int64_t rows_of_tile(int64_t rows, int64_t tiles, const int tile_rows)
 {
     const int64_t missing = tiles * tile_rows - rows, less = tile_rows % 2 ? 1 : 2;
@@ -236,11 +237,11 @@ INLINE void multiply_panels(const enum kind kind, const int tile_rows, const int
         const int64_t rows = rows_of_tile(row_count, tiles, tile_rows);
         const struct fetch share = {fetch.from, fetch.lines / tiles};
         if (whole && rows == NARROW_ROWS)
-            multiply_whole_tile(operand, operand_stride, panels->chunks[0] + first_panel * panels->panel_bytes, panels->k,
-                                result, result_stride, accumulate);
+            multiply_whole_tile(operand, operand_stride, panels->chunks[0] + first_panel * panels->panel_bytes,
+                                panels->k, result, result_stride, accumulate);
         else
-            multiply_rows(kind, tile_rows, panel_count, fetches, rows, operand, operand_stride, panels, first_panel, share,
-                          NULL, result, result_stride, accumulate);
+            multiply_rows(kind, tile_rows, panel_count, fetches, rows, operand, operand_stride, panels, first_panel,
+                          share, NULL, result, result_stride, accumulate);
         fetch.from += share.lines * LINE;
         fetch.lines -= share.lines;
         row_count -= rows;
@@ -264,9 +265,9 @@ INLINE void multiply(const enum kind kind, const void *operand, int64_t operand_
                         result_stride, accumulate);
 }
 
-/* As multiply, for panels out of memory and rows that do not wait for it alone. `next`: what follows the panels' last one,
- * as long as one. `kept`: room for a panel in float32, which bfloat16 ones are widened into once where several tiles of rows
- * want them. */
+/* As multiply, for panels out of memory and rows that do not wait for it alone. `next`: what follows the panels' last
+ * one, as long as one. `kept`: room for a panel in float32, which bfloat16 ones are widened into once where several
+ * tiles of rows want them. */
 INLINE void multiply_block(const enum kind kind, const char *operand, int64_t operand_stride, int64_t rows,
                            const struct panels *panels, const char *next, float *kept, float *result,
                            int64_t result_stride, bool accumulate)
@@ -281,8 +282,8 @@ INLINE void multiply_block(const enum kind kind, const char *operand, int64_t op
         const struct fetch share = {fetch.from, lines / tiles};
         const struct fetch rest = {fetch.from + share.lines * LINE, lines - share.lines};
         if (kind == PLAIN || rows < KEEPING_ROWS) {
-            multiply_panels(kind, kind == PLAIN ? NARROW_ROWS : EXPANDED_NARROW_ROWS, 1, true, operand, operand_stride, rows,
-                            panels, panel, fetch, result - panel * PANEL, result_stride, accumulate);
+            multiply_panels(kind, kind == PLAIN ? NARROW_ROWS : EXPANDED_NARROW_ROWS, 1, true, operand, operand_stride,
+                            rows, panels, panel, fetch, result - panel * PANEL, result_stride, accumulate);
             continue;
         }
         multiply_rows(KEPT, NARROW_ROWS, 1, true, first, operand, operand_stride, panels, panel, share, kept, result,
