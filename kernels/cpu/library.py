@@ -9,12 +9,23 @@ import ctypes
 from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_uint8, c_void_p
 from pathlib import Path
 
-FLOAT32, BFLOAT16 = 0, 1  # enum pdk_dtype
+FLOAT32, BFLOAT16, COMPACT = 0, 1, 2  # enum pdk_dtype
+PANEL = 16  # outputs of a panel
+EXCEPTION_BYTES = 8  # of a struct pdk_exception
+
+
+class Compact(ctypes.Structure):
+    _fields_ = (
+        ("high_bytes", c_uint8 * 16),
+        ("panel_exceptions", c_void_p),
+        ("exceptions", c_void_p),
+    )
 
 
 class Linear(ctypes.Structure):
     _fields_ = (
         ("panels", c_void_p),
+        ("compact", POINTER(Compact)),
         ("bias", c_void_p),
         ("out_features", c_int64),
         ("in_features", c_int64),
@@ -91,7 +102,8 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pdk_pool_create": (c_void_p, (c_int64,)),
     "pdk_pool_destroy": (None, (_POOL,)),
     "pdk_packed_bytes": (c_int64, (c_int64, c_int64, c_int64)),
-    "pdk_pack": (None, (c_void_p, c_int64, c_int64, c_int64, c_void_p)),
+    "pdk_plan_compact": (c_int64, (_PATH, c_void_p, c_int64, c_int64, POINTER(Compact))),
+    "pdk_pack": (None, (c_void_p, c_int64, c_int64, c_int64, POINTER(Compact), c_void_p)),
     "pdk_cache_bytes": (c_int64, (POINTER(Cache),)),
     "pdk_linear": (c_int, (_PATH, _POOL, POINTER(Linear), _FLOATS, c_int64, _FLOATS)),
     "pdk_rms_norm": (None, (_PATH, _FLOATS, c_int64, c_int64, _FLOATS, c_double, _FLOATS)),

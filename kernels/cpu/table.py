@@ -33,11 +33,27 @@ _ENDED, _NO_MEMORY = 1, 2  # what pdk_forward returns beside 0
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """A linear's panels and bias; `struct` points into them."""
+    """A linear's panels, what compact ones have beside them, and bias; `struct` points into them."""
 
     struct: native.Linear
     panels: torch.Tensor
+    compact: CompactPanels | None
     bias: torch.Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a product reads."""
+        beside = 0 if self.compact is None else self.compact.panel_exceptions.nbytes + self.compact.exceptions.nbytes
+        return self.panels.nbytes + beside
+
+
+@dataclass(frozen=True, slots=True)
+class CompactPanels:
+    """The codes of bfloat16 weights in 12 bits, and the weights that they do not reach; `struct` points into them."""
+
+    struct: native.Compact
+    panel_exceptions: torch.Tensor
+    exceptions: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +107,16 @@ class CpuKernels:
         self._close_pool = weakref.finalize(self, self._library.pdk_pool_destroy, pool)
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
-        out_features, in_features = weight.shape
-        dtype = _DTYPES[weight.dtype]
-        panels = self._arena.take(self._library.pdk_packed_bytes(out_features, in_features, dtype))
         weight = weight.contiguous()
-        self._library.pdk_pack(weight.data_ptr(), out_features, in_features, dtype, panels.data_ptr())
+        compact = self._plan_compact(weight) if weight.dtype == torch.bfloat16 else None
+        dtype = _DTYPES[weight.dtype] if compact is None else native.COMPACT
+        panels = self._arena.take(self._library.pdk_packed_bytes(*weight.shape, dtype))
+        compact_pointer = None if compact is None else ctypes.pointer(compact.struct)
+        self._library.pdk_pack(weight.data_ptr(), *weight.shape, dtype, compact_pointer, panels.data_ptr())
         bias = None if bias is None else bias.float().contiguous()
         bias_pointer = None if bias is None else bias.data_ptr()
-        struct = native.Linear(panels.data_ptr(), bias_pointer, out_features, in_features, dtype)
-        return PackedLinear(struct, panels, bias)
+        struct = native.Linear(panels.data_ptr(), compact_pointer, bias_pointer, *weight.shape, dtype)
+        return PackedLinear(struct, panels, compact, bias)
 
     def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
         x = _rows(x)
@@ -203,6 +220,19 @@ class CpuKernels:
         """Floating point operations a second of the fastest of `repeats` runs of a product that stays in the nearest
         caches, on all threads: this path's limit."""
         return self._library.pdk_product_rate(self._path, self._pool, _DTYPES[dtype], repeats)
+
+    def _plan_compact(self, weight: torch.Tensor) -> CompactPanels | None:
+        """The memory beside compact panels; None: they would not do for this weight, or this path has none."""
+        struct = native.Compact()
+        count = self._library.pdk_plan_compact(
+            self._path, weight.data_ptr(), *weight.shape, ctypes.byref(struct)
+        )
+        if count < 0:
+            return None
+        panel_exceptions = torch.empty(-(-weight.shape[0] // native.PANEL) + 1, dtype=torch.int32)
+        exceptions = torch.empty(count, native.EXCEPTION_BYTES, dtype=torch.uint8)
+        struct.panel_exceptions, struct.exceptions = panel_exceptions.data_ptr(), exceptions.data_ptr()
+        return CompactPanels(struct, panel_exceptions, exceptions)
 
     def _choose(self, path: str) -> str:
         wanted = PATHS if path == "auto" else (path,)

@@ -10,14 +10,30 @@
 
 #define PDK_EXPORT __attribute__((visibility("default")))
 
-enum pdk_dtype { PDK_FLOAT32 = 0, PDK_BFLOAT16 = 1 };
+/* PDK_COMPACT: only a linear's, bfloat16 weights whose panels have 12 bits for each (compact.h). */
+enum pdk_dtype { PDK_FLOAT32 = 0, PDK_BFLOAT16 = 1, PDK_COMPACT = 2 };
 
 struct pdk_path; /* one instruction set's kernels */
 struct pdk_pool; /* the threads */
 
+/* A weight that does not fit into a compact panel. */
+struct pdk_exception {
+    float weight;
+    int32_t place; /* within its panel: k * 16 + output */
+};
+
+/* What compact panels have beside them. Panel p's exceptions, in the order of k, are those from panel_exceptions[p] up to
+ * panel_exceptions[p + 1]. */
+struct pdk_compact {
+    uint8_t high_bytes[16];    /* what a code stands for */
+    int32_t *panel_exceptions; /* [panels + 1] */
+    struct pdk_exception *exceptions;
+};
+
 /* A linear's weight [out, in] as packed by pdk_pack, and its bias [out] or NULL. */
 struct pdk_linear {
     const void *panels;
+    const struct pdk_compact *compact; /* NULL unless they are that */
     const float *bias;
     int64_t out_features;
     int64_t in_features;
@@ -94,7 +110,13 @@ PDK_EXPORT struct pdk_pool *pdk_pool_create(int64_t thread_count); /* NULL: no m
 PDK_EXPORT void pdk_pool_destroy(struct pdk_pool *pool);
 
 PDK_EXPORT int64_t pdk_packed_bytes(int64_t out_features, int64_t in_features, int64_t dtype);
-PDK_EXPORT void pdk_pack(const void *weight, int64_t out_features, int64_t in_features, int64_t dtype, void *panels);
+/* Chooses the codes for a bfloat16 weight; how many exceptions there are with them, or -1: the path has no compact
+ * panels, or there are so many that they would not pay. */
+PDK_EXPORT int64_t pdk_plan_compact(const struct pdk_path *path, const void *weight, int64_t out_features,
+                                    int64_t in_features, struct pdk_compact *compact);
+/* `compact`: planned before, its memory large enough; NULL for other dtypes. */
+PDK_EXPORT void pdk_pack(const void *weight, int64_t out_features, int64_t in_features, int64_t dtype,
+                         const struct pdk_compact *compact, void *panels);
 PDK_EXPORT int64_t pdk_cache_bytes(const struct pdk_cache *cache);
 
 /* The operations of the table. Rows are contiguous float32. Non-zero: no memory. */

@@ -226,13 +226,13 @@ static void ATTEND(score)(const struct ATTEND(segment) *segment, int64_t head_di
     const int64_t key_dim = rounded_up(head_dim, K_PAD), panel_bytes = key_tile_bytes(head_dim, KV_DTYPE) / 2;
     const int64_t panel_count = (seen + PANEL - 1) / PANEL;
     if (segment->wide) {
-        const struct panels panels = {segment->keys, key_dim, key_dim, key_dim * PANEL * 4, panel_count};
+        const struct panels panels = {segment->keys, key_dim, key_dim, key_dim * PANEL * 4, panel_count, NULL};
         ATTEND(project)(true, query, key_dim, rows, &panels, scores, SCORE_STRIDE);
         return;
     }
     for (int64_t panel = 0; panel < panel_count; panel += 2) {
         const struct panels panels = {&segment->keys[panel / 2], key_dim, key_dim, panel_bytes,
-                                      min_of(2, panel_count - panel)};
+                                      min_of(2, panel_count - panel), NULL};
         ATTEND(project)(false, query, key_dim, rows, &panels, scores + panel * PANEL, SCORE_STRIDE);
     }
 }
@@ -256,8 +256,8 @@ static void ATTEND(attend_block)(const struct attention_task *task, const struct
             scratch->scores + row * SCORE_STRIDE, tokens_seen(task, token + row / group, segment->first, segment->count),
             rounded_up(k, PARTS), states[row * stride], task->factor,
             scratch->weights + row * SCORE_STRIDE * OPERAND_BYTES);
-    const struct panels narrow = {segment->values, TILE_TOKENS, k, panel_bytes, value_dim / PANEL};
-    const struct panels wide = {segment->values, SEGMENT_TOKENS, k, SEGMENT_TOKENS * PANEL * 4, value_dim / PANEL};
+    const struct panels narrow = {segment->values, TILE_TOKENS, k, panel_bytes, value_dim / PANEL, NULL};
+    const struct panels wide = {segment->values, SEGMENT_TOKENS, k, SEGMENT_TOKENS * PANEL * 4, value_dim / PANEL, NULL};
     ATTEND(project)(segment->wide, scratch->weights, SCORE_STRIDE, rows, segment->wide ? &wide : &narrow,
                     states + ROW_PAD, stride);
 }

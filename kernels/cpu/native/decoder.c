@@ -388,7 +388,7 @@ int pdk_forward(const struct pdk_path *path, struct pdk_pool *pool, const struct
 {
     struct pass pass = {
         .path = path,
-        .products = &path->products[decoder->head.dtype],
+        .products = &path->products[decoder->dtype],
         .pool = pool,
         .threads = pool_thread_count(pool),
         .decoder = decoder,

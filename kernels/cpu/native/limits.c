@@ -81,7 +81,7 @@ static void multiply_piece(void *argument, int64_t thread, struct piece *piece)
     product_function *product = halves ? work->products->product : work->path->products[PDK_FLOAT32].product;
     const int64_t panel_bytes = PRODUCT_K * PANEL * (halves ? 2 : 4);
     const char *chunk = work->panels;
-    const struct panels panels = {&chunk, PRODUCT_K, PRODUCT_K, panel_bytes, PRODUCT_PANELS};
+    const struct panels panels = {&chunk, PRODUCT_K, PRODUCT_K, panel_bytes, PRODUCT_PANELS, NULL};
     float *result = work->results + thread * PRODUCT_ROWS * PRODUCT_PANELS * PANEL;
     for (int64_t round = 0; pool_settle(piece) && round < PRODUCT_ROUNDS; round++)
         product(work->operand, PRODUCT_K, PRODUCT_ROWS, &panels, result, PRODUCT_PANELS * PANEL, false);

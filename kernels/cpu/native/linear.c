@@ -1,4 +1,4 @@
-/* Packing weights into panels, and the blocking of a linear around the caches.
+/* The blocking of a linear around the caches.
  *
  * A piece of the phase is a run of panels. A thread goes through them for one block of rows at a time, and through K in
  * blocks whose float32 sums are stored and taken up again: that changes the order of no sum. The sums of a block stay in a
@@ -14,31 +14,6 @@ enum {
     K_BLOCK = 288,    /* of K: a panel of it in float32 fits the nearest cache beside the operand's rows */
     BLOCKED_ROWS = 4, /* fewer have a small operand and wait for panels, which stream in one go */
 };
-
-int64_t pdk_packed_bytes(int64_t out_features, int64_t in_features, int64_t dtype)
-{
-    return rounded_up(out_features, PANEL) * rounded_up(in_features, K_PAD) * dtype_bytes(dtype);
-}
-
-void pdk_pack(const void *weight, int64_t out_features, int64_t in_features, int64_t dtype, void *panels)
-{
-    const int64_t k_size = rounded_up(in_features, K_PAD), outputs = rounded_up(out_features, PANEL);
-    for (int64_t output = 0; output < outputs; output++) {
-        const int64_t panel = output / PANEL * k_size * PANEL, lane = output % PANEL;
-        const int64_t known = output < out_features ? in_features : 0;
-        if (dtype == PDK_BFLOAT16) {
-            const uint16_t *from = (const uint16_t *)weight + output * in_features;
-            uint16_t *to = (uint16_t *)panels + panel + lane * 2;
-            for (int64_t k = 0; k < k_size; k++)
-                to[k / 2 * (2 * PANEL) + k % 2] = k < known ? from[k] : 0;
-        } else {
-            const float *from = (const float *)weight + output * in_features;
-            float *to = (float *)panels + panel + lane;
-            for (int64_t k = 0; k < k_size; k++)
-                to[k * PANEL] = k < known ? from[k] : 0.0f;
-        }
-    }
-}
 
 enum {
     SUM_FLOATS = (ROW_BLOCK + ROW_PAD) * GROUP * PANEL,
@@ -85,16 +60,18 @@ static void sum_products(const struct linear_job *job, int64_t first_row, int64_
 {
     const struct pdk_linear *linear = job->linear;
     const struct products *products = &job->path->products[linear->dtype];
-    const int64_t k_size = operand_size(linear->in_features), k_bytes = PANEL * dtype_bytes(linear->dtype);
+    const uint8_t *high_bytes = linear->compact ? linear->compact->high_bytes : NULL;
+    const int64_t k_size = operand_size(linear->in_features);
     const int64_t blocks = rows < BLOCKED_ROWS ? 1 : (k_size + K_BLOCK - 1) / K_BLOCK;
     const char *operand = (const char *)job->operand + first_row * k_size * products->operand_bytes;
     for (int64_t block = 0; block < blocks; block++) {
         const int64_t k = k_size / K_PAD * block / blocks * K_PAD;
         const int64_t k_end = k_size / K_PAD * (block + 1) / blocks * K_PAD;
-        const char *chunk = panels + k * k_bytes, *at = operand + k * products->operand_bytes;
-        const struct panels part = {&chunk, k_end - k, k_end - k, panel_bytes, panel_count};
+        const char *chunk = panels + bytes_of_panel(k, linear->dtype), *at = operand + k * products->operand_bytes;
+        const struct panels part = {&chunk, k_end - k, k_end - k, panel_bytes, panel_count, high_bytes};
         if (products->block_product && rows >= BLOCKED_ROWS)
-            products->block_product(at, k_size, rows, &part, block + 1 < blocks ? panels + k_end * k_bytes : next,
+            products->block_product(at, k_size, rows, &part,
+                                    block + 1 < blocks ? panels + bytes_of_panel(k_end, linear->dtype) : next,
                                     sums + SUM_FLOATS, sums, GROUP * PANEL, block > 0);
         else
             products->product(at, k_size, rows, &part, sums, GROUP * PANEL, block > 0);
@@ -108,14 +85,15 @@ static void sum_split_products(const struct linear_job *job, int64_t first_row, 
 {
     const struct pdk_linear *linear = job->linear;
     const struct products *products = &job->path->products[linear->dtype];
-    const int64_t k_size = operand_size(linear->in_features), k_bytes = PANEL * dtype_bytes(linear->dtype);
+    const uint8_t *high_bytes = linear->compact ? linear->compact->high_bytes : NULL;
+    const int64_t k_size = operand_size(linear->in_features);
     const char *operand = (const char *)job->operand + first_row * k_size * products->operand_bytes;
     float part_sums[(ROW_BLOCK + ROW_PAD) * GROUP * PANEL];
     memset(sums, 0, (size_t)(rows * GROUP * PANEL * 4));
     for (int64_t part = 0; part < threads; part++) {
         const int64_t k = k_size / K_PAD * part / threads * K_PAD, k_end = k_size / K_PAD * (part + 1) / threads * K_PAD;
-        const char *chunk = panels + k * k_bytes;
-        const struct panels slice = {&chunk, k_end - k, k_end - k, panel_bytes, panel_count};
+        const char *chunk = panels + bytes_of_panel(k, linear->dtype);
+        const struct panels slice = {&chunk, k_end - k, k_end - k, panel_bytes, panel_count, high_bytes};
         products->product(operand + k * products->operand_bytes, k_size, rows, &slice, part_sums, GROUP * PANEL, false);
         for (int64_t i = 0; i < rows * GROUP * PANEL; i++)
             sums[i] += part_sums[i];
@@ -166,15 +144,27 @@ static int64_t units_of(const struct linear_job *job)
     return job->end == GATE ? job->linear->out_features / (2 * PANEL) : unit_count(job->linear);
 }
 
+/* What does not fit into a compact panel, to its sums. */
+static void add_exceptions(const struct linear_job *job, int64_t panel, int64_t first_row, int64_t rows, float *sums)
+{
+    const struct products *products = &job->path->products[PDK_COMPACT];
+    const struct pdk_compact *compact = job->linear->compact;
+    const int64_t k_size = operand_size(job->linear->in_features), first = compact->panel_exceptions[panel];
+    const char *operand = (const char *)job->operand + first_row * k_size * products->operand_bytes;
+    products->add_exceptions(compact->exceptions + first, compact->panel_exceptions[panel + 1] - first, operand, k_size,
+                             rows, sums, GROUP * PANEL);
+}
+
 /* Sums of a unit for rows from `first_row` on, into the thread's scratch. */
 static void sum_unit(const struct linear_job *job, int64_t unit, int64_t first_row, int64_t rows, int64_t threads,
                      float *sums)
 {
     const struct pdk_linear *linear = job->linear;
-    const int64_t bytes = operand_size(linear->in_features) * PANEL * dtype_bytes(linear->dtype);
+    const int64_t bytes = bytes_of_panel(operand_size(linear->in_features), linear->dtype);
     const bool gates = job->end == GATE;
     const int64_t panel = gates ? unit : unit * GROUP, all = rounded_up(linear->out_features, PANEL) / PANEL;
-    const int64_t count = min_of(GROUP, all - panel), stride = gates ? linear->out_features / (2 * PANEL) * bytes : bytes;
+    const int64_t count = min_of(GROUP, all - panel), between = gates ? linear->out_features / (2 * PANEL) : 1;
+    const int64_t stride = between * bytes;
     const char *panels = (const char *)linear->panels + panel * bytes;
 #ifdef PDK_MUTANT_SPLIT_REDUCTION
     sum_split_products(job, first_row, rows, panels, stride, count, threads, sums);
@@ -182,6 +172,9 @@ static void sum_unit(const struct linear_job *job, int64_t unit, int64_t first_r
     (void)threads;
     sum_products(job, first_row, rows, panels, stride, count, panels + (gates ? 1 : count) * bytes, sums);
 #endif
+    if (linear->compact)
+        for (int64_t i = 0; i < count; i++)
+            add_exceptions(job, panel + i * between, first_row, rows, sums + i * PANEL);
 }
 
 static void hand_out_unit(const struct linear_job *job, int64_t unit, int64_t first_row, int64_t rows, const float *sums)

@@ -5,6 +5,8 @@
  *
  *   bfloat16 panel   [K / 2][PANEL][2]    pairs of K side by side: what AMX and AVX512-BF16 want, and two shifts for AVX2
  *   float32 panel    [K][PANEL]
+ *   compact panel    [K / 4][96 bytes]    bfloat16 in 12 bits each, see compact.h; the products of the few weights that
+ *                                         do not fit are added after the others
  *
  * A row's result depends on that row and the panels alone, whatever the number of rows, panels or calls. K is padded to
  * K_PAD with zeros, on both sides. The left operand ("operand" below) is rows of float32 or bfloat16, as the path likes.
@@ -32,6 +34,10 @@ static inline int64_t rounded_up(int64_t count, int64_t multiple) { return (coun
 static inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t dtype_bytes(int64_t dtype) { return dtype == PDK_BFLOAT16 ? 2 : 4; }
+static inline int64_t bytes_of_panel(int64_t k, int64_t dtype)
+{
+    return k * PANEL * (dtype == PDK_COMPACT ? 3 : 2 * dtype_bytes(dtype)) / 2;
+}
 
 /* Panels along K in chunks that may lie anywhere: chunk c holds k in [c * chunk_k, (c + 1) * chunk_k), panel p of it
  * begins at chunks[c] + p * panel_bytes. */
@@ -41,6 +47,7 @@ struct panels {
     int64_t k; /* in all; a multiple of the products' k_step */
     int64_t panel_bytes;
     int64_t panel_count;
+    const uint8_t *high_bytes; /* of compact panels */
 };
 
 /* result[rows][panel_count * PANEL] = operand x panels, or += where `accumulate`. Strides in elements. */
@@ -52,20 +59,25 @@ typedef void product_function(const void *operand, int64_t operand_stride, int64
 typedef void block_function(const void *operand, int64_t operand_stride, int64_t rows, const struct panels *panels,
                             const char *next, float *kept, float *result, int64_t result_stride, bool accumulate);
 
+/* sums[rows][.] += what the exceptions of a compact panel add to it. */
+typedef void exceptions_function(const struct pdk_exception *exceptions, int64_t count, const void *operand,
+                                 int64_t operand_stride, int64_t rows, float *sums, int64_t sums_stride);
+
 struct attention_task; /* cache.h */
 
-/* The kernels for one dtype of weights and KV. */
+/* The kernels for one dtype of weights and KV; compact is of weights only. */
 struct products {
     product_function *product;
     int64_t operand_bytes;                                             /* of one element */
     int64_t k_step;                                                    /* what k must be a multiple of */
     int64_t query_rows;                                                /* rows of a query tile that suit the product */
-    block_function *block_product; /* NULL: as product */
+    block_function *block_product;      /* NULL: as product */
     void (*store_operand)(const float *row, int64_t count, void *out); /* rounds to the dtype */
     int64_t (*attend_scratch)(int64_t head_dim, int64_t group);        /* bytes */
     void (*attend)(const struct attention_task *task, void *scratch);
     /* Put a task together from states that were left by tasks of one segment each, `partial_floats` apart. */
     void (*merge)(const struct attention_task *task, float *partials, int64_t partial_floats, void *scratch);
+    exceptions_function *add_exceptions; /* of compact panels */
 };
 
 struct pdk_path {
@@ -73,7 +85,7 @@ struct pdk_path {
     bool (*available)(void);
     void (*begin)(void); /* around a thread's products: sets and releases state of the core */
     void (*end)(void);
-    struct products products[2]; /* by enum pdk_dtype */
+    struct products products[3]; /* by enum pdk_dtype; no `product`: the path has none of these panels */
     void (*rms_norm)(const float *x, int64_t size, const float *weight, float eps, float *y);
     void (*silu_mul)(const float *gate, const float *up, int64_t size, float *y);
     void (*rotary)(const float *x, int64_t head_dim, const float *cos, const float *sin, float *y);

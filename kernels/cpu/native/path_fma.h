@@ -19,6 +19,12 @@ ONE_COPY void multiply_bfloat16(const void *operand, int64_t operand_stride, int
     multiply(EXPANDED, operand, operand_stride, rows, panels, result, result_stride, accumulate);
 }
 
+ONE_COPY void multiply_compact(const void *operand, int64_t operand_stride, int64_t rows, const struct panels *panels,
+                               float *result, int64_t result_stride, bool accumulate)
+{
+    multiply(COMPACT, operand, operand_stride, rows, panels, result, result_stride, accumulate);
+}
+
 ONE_COPY void multiply_block_float32(const void *operand, int64_t operand_stride, int64_t rows,
                                      const struct panels *panels, const char *next, float *kept, float *result,
                                      int64_t result_stride, bool accumulate)
@@ -33,18 +39,25 @@ ONE_COPY void multiply_block_bfloat16(const void *operand, int64_t operand_strid
     multiply_block(EXPANDED, operand, operand_stride, rows, panels, next, kept, result, result_stride, accumulate);
 }
 
-/* bfloat16 panels as float32 ones: `bytes` of whole panel rows. */
-static void widen(const char *panels, int64_t bytes, float *to)
+ONE_COPY void multiply_block_compact(const void *operand, int64_t operand_stride, int64_t rows,
+                                     const struct panels *panels, const char *next, float *kept, float *result,
+                                     int64_t result_stride, bool accumulate)
 {
-    for (const char *from = panels; from < panels + bytes; from += LINE, to += 2 * PANEL) {
-        __builtin_prefetch(from + PREFETCH_BYTES);
-        for (int v = 0; v < PANEL_VECTORS; v++) {
-            const vu pairs = vu_load(from + v * (LANES * 4));
-            vf_store(to + v * LANES, pair_even(pairs));
-            vf_store(to + PANEL + v * LANES, pair_odd(pairs));
-        }
+    multiply_block(COMPACT, operand, operand_stride, rows, panels, next, kept, result, result_stride, accumulate);
+}
+
+static void add_exceptions(const struct pdk_exception *exceptions, int64_t count, const void *operand,
+                           int64_t operand_stride, int64_t rows, float *sums, int64_t sums_stride)
+{
+    for (const struct pdk_exception *each = exceptions; each < exceptions + count; each++) {
+        const float *value = (const float *)operand + each->place / PANEL;
+        float *sum = sums + each->place % PANEL;
+        for (int64_t row = 0; row < rows; row++, value += operand_stride, sum += sums_stride)
+            *sum = fmaf(each->weight, *value, *sum);
     }
 }
+
+static void widen(const char *panels, int64_t bytes, float *to) { widen_panels(EXPANDED, panels, bytes, NULL, to); }
 
 INLINE void store_weights(const vf weights[PART_VECTORS], void *out)
 {
@@ -91,6 +104,12 @@ const struct pdk_path JOIN(PATH_NAME, _path) = {
                              attend_scratch_float32, attend_float32, merge_float32},
             [PDK_BFLOAT16] = {multiply_bfloat16, 4, K_STEP, QUERY_ROWS, multiply_block_bfloat16, store_rounded,
                               attend_scratch_bfloat16, attend_bfloat16, merge_bfloat16},
+            [PDK_COMPACT] = {.product = multiply_compact,
+                             .operand_bytes = 4,
+                             .k_step = COMPACT_K,
+                             .block_product = multiply_block_compact,
+                             .store_operand = store_rounded,
+                             .add_exceptions = add_exceptions},
         },
     .rms_norm = rms_norm_row,
     .silu_mul = silu_mul_row,

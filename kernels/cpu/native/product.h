@@ -11,6 +11,7 @@
 #ifndef PDK_PRODUCT_H
 #define PDK_PRODUCT_H
 
+#include "compact.h"
 #include "path.h"
 #include "simd.h"
 
@@ -24,7 +25,7 @@ enum {
 enum kind {
     PLAIN,    /* float32 operand and panels */
     EXPANDED, /* bfloat16 panels widened in registers, operand float32 that holds bfloat16 values */
-    KEPT,     /* the same, and what was widened is stored for the tiles that follow */
+    COMPACT,  /* the same with compact panels */
     DOTTED,   /* bfloat16 pairs on both sides, two products an instruction */
 };
 
@@ -42,34 +43,59 @@ INLINE const char *row_at(const char *operand, const int row, const int64_t odd_
     return row ? operand + odd_strides[row / scale / 2] * scale : operand;
 }
 
-/* A row of the panels: float32, or the even or odd k of bfloat16 pairs widened, or pairs as they are. */
-INLINE void load_weights(const enum kind kind, const int odd, const int vectors, const char *panel, int64_t panel_bytes,
-                         float *kept, vf weights[2 * PANEL_VECTORS])
+/* The bfloat16 pairs of a line of a compact unit. */
+INLINE void load_compact(const char *unit, const int line, const uint8_t *high_bytes, vu pairs[PANEL_VECTORS])
+{
+#if LANES == 8 && defined(__AVX2__)
+    const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)high_bytes));
+    const __m256i low = (__m256i)vu_load(unit + line * COMPACT_PAIRS);
+    const __m256i codes = (__m256i)(vu_load(unit + COMPACT_LINES * COMPACT_PAIRS) >> line * 4);
+    const __m256i high = _mm256_shuffle_epi8(table, codes & _mm256_set1_epi8(15));
+    pairs[0] = (vu)_mm256_unpacklo_epi8(low, high);
+    pairs[1] = (vu)_mm256_unpackhi_epi8(low, high);
+#else
+    const char *codes = unit + COMPACT_LINES * COMPACT_PAIRS;
+    uint16_t values[2 * PANEL];
+    for (int i = 0; i < 2 * PANEL; i++) {
+        const int64_t place = compact_place(i / 2, i % 2);
+        const uint8_t low = (uint8_t)unit[line * COMPACT_PAIRS + place], code = (uint8_t)codes[place] >> line * 4 & 15;
+        values[i] = (uint16_t)(high_bytes[code] << 8 | low);
+    }
+    memcpy(pairs, values, sizeof values);
+#endif
+}
+
+/* Line `line` of a turn's of the panels: float32 of one k, or bfloat16 pairs of two. */
+INLINE void load_line(const enum kind kind, const int vectors, const int line, const char *panel, int64_t panel_bytes,
+                      const uint8_t *high_bytes, vu loaded[2 * PANEL_VECTORS])
 {
 #pragma GCC unroll 4
     for (int v = 0; v < vectors; v++) {
-        const vu loaded = vu_load(panel + v / PANEL_VECTORS * panel_bytes + v % PANEL_VECTORS * (LANES * 4));
-        if (kind == PLAIN || kind == DOTTED)
-            weights[v] = (vf)loaded;
-        else
-            weights[v] = odd ? pair_odd(loaded) : pair_even(loaded);
-        if (kind == KEPT)
-            vf_store(kept + odd * PANEL + v * LANES, weights[v]);
+        const char *at = panel + v / PANEL_VECTORS * panel_bytes;
+        if (kind != COMPACT)
+            loaded[v] = vu_load(at + line * LINE + v % PANEL_VECTORS * (LANES * 4));
+        else if (v % PANEL_VECTORS == 0)
+            load_compact(at, line, high_bytes, loaded + v);
     }
 }
 
-/* acc += one row of the panels (one k, or a pair of them) times the operand's. */
-INLINE void add_products(const enum kind kind, const int rows, const int vectors, const char *panel,
-                         int64_t panel_bytes, const char *operand, const int64_t odd_strides[ODD_STRIDES], float *kept,
-                         vf acc[MOST_ROWS][2 * PANEL_VECTORS])
+/* acc += a line of the panels times the operand's one or two values of K. */
+INLINE void add_products(const enum kind kind, const int rows, const int vectors, const int line, const char *panel,
+                         int64_t panel_bytes, const uint8_t *high_bytes, const char *operand,
+                         const int64_t odd_strides[ODD_STRIDES], vf acc[MOST_ROWS][2 * PANEL_VECTORS])
 {
-    const int halves = kind == EXPANDED || kind == KEPT ? 2 : 1;
+    const bool widens = kind == EXPANDED || kind == COMPACT;
+    vu loaded[2 * PANEL_VECTORS];
 #pragma GCC unroll 2
-    for (int odd = 0; odd < halves; odd++) {
+    for (int odd = 0; odd < (widens ? 2 : 1); odd++) {
         vf weights[2 * PANEL_VECTORS];
-        if (odd) /* loaded again rather than kept: the accumulators want the registers */
+        if (odd && kind == EXPANDED) /* loaded again rather than kept: the accumulators want the registers */
             __asm__("" : "+r"(panel));
-        load_weights(kind, odd, vectors, panel, panel_bytes, kept, weights);
+        if (!odd || kind == EXPANDED)
+            load_line(kind, vectors, line, panel, panel_bytes, high_bytes, loaded);
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++)
+            weights[v] = !widens ? (vf)loaded[v] : odd ? pair_odd(loaded[v]) : pair_even(loaded[v]);
 #pragma GCC unroll 16
         for (int row = 0; row < rows && row < MOST_ROWS; row++) {
             const char *at = row_at(operand, row, odd_strides) + odd * 4;
@@ -90,17 +116,20 @@ INLINE void add_products(const enum kind kind, const int rows, const int vectors
 }
 
 /* `rows` rows times `panel_count` panels from `first_panel` on; both constants where it is called, as is whether
- * there is something to fetch. KEPT: the panel goes to `kept`. */
+ * there is something to fetch. */
 INLINE void multiply_tile(const enum kind kind, const int rows, const int panel_count, const bool fetches,
                           const char *operand, int64_t operand_stride, const struct panels *panels, int64_t first_panel,
-                          struct fetch fetch, float *kept, float *result, int64_t result_stride, bool accumulate)
+                          struct fetch fetch, float *result, int64_t result_stride, bool accumulate)
 {
     const int vectors = panel_count * PANEL_VECTORS;
-    const int turn = kind == PLAIN ? 2 * TURN : TURN;                     /* lines of a panel */
-    const int operand_step = kind == PLAIN || kind == DOTTED ? 4 : 8;    /* bytes a line */
-    const int fetches_a_turn = !fetches ? 0 : kind == PLAIN ? 1 : TURN;
+    const int turn = kind == PLAIN ? 2 * TURN : kind == COMPACT ? COMPACT_LINES : TURN; /* lines of a panel */
+    const int turn_k = kind == PLAIN ? turn : 2 * turn;
+    const int line_bytes = kind == COMPACT ? COMPACT_UNIT / COMPACT_LINES : LINE;
+    const int operand_step = kind == PLAIN || kind == DOTTED ? 4 : 8; /* bytes a line */
+    const int fetches_a_turn = !fetches ? 0 : kind == PLAIN ? 1 : turn;
     const bool streams = !fetches && rows <= WIDE_ROWS;
-    const int64_t panel_bytes = panels->panel_bytes, turns = panels->k / (2 * TURN);
+    const int64_t panel_bytes = panels->panel_bytes, turns = panels->k / turn_k;
+    const uint8_t *high_bytes = panels->high_bytes;
     const int64_t fetch_step = fetches ? fetch.lines * LINE / (turns * fetches_a_turn) : 0;
     vf acc[MOST_ROWS][2 * PANEL_VECTORS];
     int64_t odd_strides[ODD_STRIDES];
@@ -115,7 +144,7 @@ INLINE void multiply_tile(const enum kind kind, const int rows, const int panel_
     int64_t left = panels->k;
     for (int64_t chunk = 0; left > 0; chunk++, left -= panels->chunk_k) {
         const char *panel = panels->chunks[chunk] + first_panel * panel_bytes;
-        const char *end = panel + min_of(left, panels->chunk_k) / (2 * TURN) * turn * LINE;
+        const char *end = panel + min_of(left, panels->chunk_k) / turn_k * turn * line_bytes;
         const char *jump = end - PREFETCH_BYTES; /* from here on the next panels, not the neighbour's rest */
         while (panel < end) {
             const int64_t ahead = PREFETCH_BYTES + (panel < jump ? 0 : (panel_count - 1) * panel_bytes);
@@ -128,18 +157,15 @@ INLINE void multiply_tile(const enum kind kind, const int rows, const int panel_
                     __asm__("" : "+r"(odd_strides[i]));
 #pragma GCC unroll 8
             for (int line = 0; line < turn; line++) {
-                const char *at = panel + line * LINE;
 #pragma GCC unroll 2
                 for (int p = 0; p < panel_count; p++)
                     if (streams)
-                        __builtin_prefetch(at + p * panel_bytes + ahead);
-                add_products(kind, rows, vectors, at, panel_bytes, operand + line * operand_step, odd_strides,
-                             kept + line * 2 * PANEL, acc);
+                        __builtin_prefetch(panel + line * line_bytes + p * panel_bytes + ahead);
+                add_products(kind, rows, vectors, line, panel, panel_bytes, high_bytes, operand + line * operand_step,
+                             odd_strides, acc);
             }
-            panel += turn * LINE;
+            panel += turn * line_bytes;
             operand += turn * operand_step;
-            if (kind == KEPT)
-                kept += turn * 2 * PANEL;
         }
     }
 #pragma GCC unroll 16
@@ -171,8 +197,7 @@ ONE_COPY void multiply_whole_tile(const char *operand, int64_t operand_stride, c
             __asm__("" : "+r"(odd_strides[i]));
 #pragma GCC unroll 8
         for (int line = 0; line < 2 * TURN; line++)
-            add_products(PLAIN, NARROW_ROWS, PANEL_VECTORS, panel + line * LINE, 0, operand + line * 4, odd_strides,
-                         NULL, acc);
+            add_products(PLAIN, NARROW_ROWS, PANEL_VECTORS, line, panel, 0, NULL, operand + line * 4, odd_strides, acc);
         panel += 2 * TURN * LINE;
         operand += 2 * TURN * 4;
     } while (panel < end);
@@ -188,13 +213,13 @@ ONE_COPY void multiply_whole_tile(const char *operand, int64_t operand_stride, c
     case size:                                                                                                        \
         if (size <= tile_rows)                                                                                        \
             multiply_tile(kind, size <= tile_rows ? size : 1, panel_count, fetches, operand, operand_stride, panels,  \
-                          first_panel, fetch, kept, result, result_stride, accumulate);                               \
+                          first_panel, fetch, result, result_stride, accumulate);                                     \
         break;
 
 /* A tile of up to `tile_rows` rows. */
 INLINE void multiply_rows(const enum kind kind, const int tile_rows, const int panel_count, const bool fetches,
                           int64_t rows, const char *operand, int64_t operand_stride, const struct panels *panels,
-                          int64_t first_panel, struct fetch fetch, float *kept, float *result, int64_t result_stride,
+                          int64_t first_panel, struct fetch fetch, float *result, int64_t result_stride,
                           bool accumulate)
 {
     switch (rows) {
@@ -241,7 +266,7 @@ INLINE void multiply_panels(const enum kind kind, const int tile_rows, const int
                                 panels->k, result, result_stride, accumulate);
         else
             multiply_rows(kind, tile_rows, panel_count, fetches, rows, operand, operand_stride, panels, first_panel,
-                          share, NULL, result, result_stride, accumulate);
+                          share, result, result_stride, accumulate);
         fetch.from += share.lines * LINE;
         fetch.lines -= share.lines;
         row_count -= rows;
@@ -253,8 +278,9 @@ INLINE void multiply_panels(const enum kind kind, const int tile_rows, const int
 INLINE void multiply(const enum kind kind, const void *operand, int64_t operand_stride, int64_t rows,
                      const struct panels *panels, float *result, int64_t result_stride, bool accumulate)
 {
-    const int wide_rows = kind == EXPANDED ? EXPANDED_WIDE_ROWS : WIDE_ROWS;
-    const int narrow_rows = kind == EXPANDED ? EXPANDED_NARROW_ROWS : NARROW_ROWS;
+    const bool widens = kind == EXPANDED || kind == COMPACT;
+    const int wide_rows = widens ? EXPANDED_WIDE_ROWS : WIDE_ROWS;
+    const int narrow_rows = widens ? EXPANDED_NARROW_ROWS : NARROW_ROWS;
     const int64_t paired = rows <= wide_rows || narrow_rows <= wide_rows ? panels->panel_count & ~(int64_t)1 : 0;
     const struct fetch nothing = {NULL, 0};
     for (int64_t panel = 0; panel < paired; panel += 2)
@@ -265,31 +291,49 @@ INLINE void multiply(const enum kind kind, const void *operand, int64_t operand_
                         result_stride, accumulate);
 }
 
+/* Bytes [panel, panel + bytes) of bfloat16 or compact panels as float32 ones. */
+INLINE void widen_panels(const enum kind kind, const char *panel, int64_t bytes, const uint8_t *high_bytes, float *to)
+{
+    const int lines = kind == COMPACT ? COMPACT_LINES : 1;
+    for (const char *end = panel + bytes; panel < end; panel += kind == COMPACT ? COMPACT_UNIT : LINE) {
+        __builtin_prefetch(panel + PREFETCH_BYTES);
+#pragma GCC unroll 2
+        for (int line = 0; line < lines; line++, to += 2 * PANEL) {
+            vu pairs[PANEL_VECTORS];
+            load_line(kind, PANEL_VECTORS, line, panel, 0, high_bytes, pairs);
+            for (int v = 0; v < PANEL_VECTORS; v++) {
+                vf_store(to + v * LANES, pair_even(pairs[v]));
+                vf_store(to + PANEL + v * LANES, pair_odd(pairs[v]));
+            }
+        }
+    }
+}
+
 /* As multiply, for panels out of memory and rows that do not wait for it alone. `next`: what follows the panels' last
- * one, as long as one. `kept`: room for a panel in float32, which bfloat16 ones are widened into once where several
- * tiles of rows want them. */
+ * one, as long as one. `kept`: room for a panel in float32, which others are widened into where several tiles of rows
+ * want them. */
 INLINE void multiply_block(const enum kind kind, const char *operand, int64_t operand_stride, int64_t rows,
                            const struct panels *panels, const char *next, float *kept, float *result,
                            int64_t result_stride, bool accumulate)
 {
-    const int64_t lines = panels->k / (kind == PLAIN ? 1 : 2), tiles = (rows + NARROW_ROWS - 1) / NARROW_ROWS;
-    const int64_t first = rows_of_tile(rows, tiles, NARROW_ROWS);
+    const int64_t bytes = panels->k * (kind == PLAIN ? LINE : kind == COMPACT ? COMPACT_UNIT / COMPACT_K : LINE / 2);
     const char *wide = (const char *)kept;
-    const struct panels again = {&wide, panels->k, panels->k, 0, 1};
+    const struct panels widened = {&wide, panels->k, panels->k, 0, 1, NULL};
     for (int64_t panel = 0; panel < panels->panel_count; panel++, result += PANEL) {
         const bool last = panel + 1 == panels->panel_count;
-        const struct fetch fetch = {last ? next : panels->chunks[0] + (panel + 1) * panels->panel_bytes, lines};
-        const struct fetch share = {fetch.from, lines / tiles};
-        const struct fetch rest = {fetch.from + share.lines * LINE, lines - share.lines};
-        if (kind == PLAIN || rows < KEEPING_ROWS) {
-            multiply_panels(kind, kind == PLAIN ? NARROW_ROWS : EXPANDED_NARROW_ROWS, 1, true, operand, operand_stride,
-                            rows, panels, panel, fetch, result - panel * PANEL, result_stride, accumulate);
-            continue;
+        const char *at = panels->chunks[0] + panel * panels->panel_bytes;
+        const struct fetch fetch = {last ? next : at + panels->panel_bytes, bytes / LINE};
+        if (kind == PLAIN)
+            multiply_panels(PLAIN, NARROW_ROWS, 1, true, operand, operand_stride, rows, panels, panel, fetch,
+                            result - panel * PANEL, result_stride, accumulate);
+        else if (rows < KEEPING_ROWS)
+            multiply_panels(kind, EXPANDED_NARROW_ROWS, 1, true, operand, operand_stride, rows, panels, panel, fetch,
+                            result - panel * PANEL, result_stride, accumulate);
+        else {
+            widen_panels(kind, at, bytes, panels->high_bytes, kept);
+            multiply_panels(PLAIN, NARROW_ROWS, 1, true, operand, operand_stride, rows, &widened, 0, fetch, result,
+                            result_stride, accumulate);
         }
-        multiply_rows(KEPT, NARROW_ROWS, 1, true, first, operand, operand_stride, panels, panel, share, kept, result,
-                      result_stride, accumulate);
-        multiply_panels(PLAIN, NARROW_ROWS, 1, true, operand + first * operand_stride * 4, operand_stride, rows - first,
-                        &again, 0, rest, result + first * result_stride, result_stride, accumulate);
     }
 }
 
