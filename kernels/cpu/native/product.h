@@ -18,7 +18,7 @@
 enum {
     PANEL_VECTORS = PANEL / LANES,
     MOST_ROWS = NARROW_ROWS > WIDE_ROWS ? NARROW_ROWS : WIDE_ROWS,
-    ODD_STRIDES = (MOST_ROWS + 1) / 2,
+    ROW_PAIRS = (MOST_ROWS + 1) / 2,
     PREFETCH_BYTES = 2048,
 };
 
@@ -36,11 +36,30 @@ struct fetch {
     int64_t lines;
 };
 
-/* Where a row of the operand begins. The stride's odd multiples are scaled by powers of two within the address. */
-INLINE const char *row_at(const char *operand, const int row, const int64_t odd_strides[ODD_STRIDES])
+/* Where pairs of the operand's rows are; `stride` in bytes. A row's address is then a sum that an instruction makes on
+ * its way: with fewer pointers and multiples of the stride the compiler adds instructions of its own. */
+struct row_pairs {
+    const char *at[ROW_PAIRS];
+    int64_t stride;
+};
+
+INLINE struct row_pairs pairs_of(const int rows, const char *operand, int64_t stride)
 {
-    const int scale = row & -row;
-    return row ? operand + odd_strides[row / scale / 2] * scale : operand;
+    struct row_pairs pairs = {.stride = stride};
+#pragma GCC unroll 8
+    for (int i = 0; i < (rows + 1) / 2; i++)
+        pairs.at[i] = operand + 2 * i * stride;
+    return pairs;
+}
+
+/* On to the next turn. */
+INLINE void advance(const int rows, const int bytes, struct row_pairs *pairs)
+{
+#pragma GCC unroll 8
+    for (int i = 0; i < (rows + 1) / 2; i++) {
+        pairs->at[i] += bytes;
+        __asm__("" : "+r"(pairs->at[i])); /* or they become one pointer again */
+    }
 }
 
 /* The bfloat16 pairs of a line of a compact unit. */
@@ -81,8 +100,8 @@ INLINE void load_line(const enum kind kind, const int vectors, const int line, c
 
 /* acc += a line of the panels times the operand's one or two values of K. */
 INLINE void add_products(const enum kind kind, const int rows, const int vectors, const int line, const char *panel,
-                         int64_t panel_bytes, const uint8_t *high_bytes, const char *operand,
-                         const int64_t odd_strides[ODD_STRIDES], vf acc[MOST_ROWS][2 * PANEL_VECTORS])
+                         int64_t panel_bytes, const uint8_t *high_bytes, const struct row_pairs *operand,
+                         int64_t offset, vf acc[MOST_ROWS][2 * PANEL_VECTORS])
 {
     const bool widens = kind == EXPANDED || kind == COMPACT;
     vu loaded[2 * PANEL_VECTORS];
@@ -98,7 +117,7 @@ INLINE void add_products(const enum kind kind, const int rows, const int vectors
             weights[v] = !widens ? (vf)loaded[v] : odd ? pair_odd(loaded[v]) : pair_even(loaded[v]);
 #pragma GCC unroll 16
         for (int row = 0; row < rows && row < MOST_ROWS; row++) {
-            const char *at = row_at(operand, row, odd_strides) + odd * 4;
+            const char *at = operand->at[row / 2] + row % 2 * operand->stride + offset + odd * 4;
 #ifdef HAS_DOT
             const vu pair = vu_broadcast(at);
 #endif
@@ -132,10 +151,7 @@ INLINE void multiply_tile(const enum kind kind, const int rows, const int panel_
     const uint8_t *high_bytes = panels->high_bytes;
     const int64_t fetch_step = fetches ? fetch.lines * LINE / (turns * fetches_a_turn) : 0;
     vf acc[MOST_ROWS][2 * PANEL_VECTORS];
-    int64_t odd_strides[ODD_STRIDES];
-#pragma GCC unroll 8
-    for (int i = 0; i < ODD_STRIDES; i++)
-        odd_strides[i] = (2 * i + 1) * operand_stride * (kind == DOTTED ? 2 : 4);
+    struct row_pairs pairs = pairs_of(rows, operand, operand_stride * (kind == DOTTED ? 2 : 4));
 #pragma GCC unroll 16
     for (int row = 0; row < rows; row++)
 #pragma GCC unroll 4
@@ -152,20 +168,15 @@ INLINE void multiply_tile(const enum kind kind, const int rows, const int panel_
             for (int i = 0; i < fetches_a_turn; i++, fetch.from += fetch_step)
                 __builtin_prefetch(fetch.from);
 #pragma GCC unroll 8
-            for (int i = 0; i < ODD_STRIDES; i++)
-                if (2 * i + 1 < rows) /* else each offset of the turn is added to each of them, ahead of the loop */
-                    __asm__("" : "+r"(odd_strides[i]));
-#pragma GCC unroll 8
             for (int line = 0; line < turn; line++) {
 #pragma GCC unroll 2
                 for (int p = 0; p < panel_count; p++)
                     if (streams)
                         __builtin_prefetch(panel + line * line_bytes + p * panel_bytes + ahead);
-                add_products(kind, rows, vectors, line, panel, panel_bytes, high_bytes, operand + line * operand_step,
-                             odd_strides, acc);
+                add_products(kind, rows, vectors, line, panel, panel_bytes, high_bytes, &pairs, line * operand_step, acc);
             }
             panel += turn * line_bytes;
-            operand += turn * operand_step;
+            advance(rows, turn * operand_step, &pairs);
         }
     }
 #pragma GCC unroll 16
@@ -175,37 +186,58 @@ INLINE void multiply_tile(const enum kind kind, const int rows, const int panel_
             vf_store(result + row * result_stride + v * LANES, acc[row][v]);
 }
 
-/* What attention's products are made of: a whole tile of one float32 panel in one chunk. In a function of its own,
- * whose loop runs at least once, the compiler leaves the accumulators in their registers from beginning to end. */
-ONE_COPY void multiply_whole_tile(const char *operand, int64_t operand_stride, const char *panel, int64_t k,
-                                  float *result, int64_t result_stride, bool accumulate)
+/* A tile of one float32 panel in one chunk. In a function of its own, whose loop runs at least once, the compiler leaves
+ * the accumulators in their registers from beginning to end. */
+INLINE void multiply_whole(const int rows, const bool fetches, const char *operand, int64_t operand_stride,
+                           const char *panel, int64_t k, struct fetch fetch, float *result, int64_t result_stride,
+                           bool accumulate)
 {
     const char *end = panel + k * LINE;
+    const int64_t fetch_step = fetches ? fetch.lines * LINE / (k / (2 * TURN)) : 0;
     vf acc[MOST_ROWS][2 * PANEL_VECTORS];
-    int64_t odd_strides[ODD_STRIDES];
-#pragma GCC unroll 8
-    for (int i = 0; i < ODD_STRIDES; i++)
-        odd_strides[i] = (2 * i + 1) * operand_stride * 4;
+    struct row_pairs pairs = pairs_of(rows, operand, operand_stride * 4);
 #pragma GCC unroll 16
-    for (int row = 0; row < NARROW_ROWS; row++)
+    for (int row = 0; row < rows; row++)
 #pragma GCC unroll 4
         for (int v = 0; v < PANEL_VECTORS; v++)
             acc[row][v] = accumulate ? vf_load(result + row * result_stride + v * LANES) : vf_set(0.0f);
     do {
-#pragma GCC unroll 8
-        for (int i = 0; i < ODD_STRIDES; i++)
-            __asm__("" : "+r"(odd_strides[i]));
+        if (fetches) {
+            __builtin_prefetch(fetch.from);
+            fetch.from += fetch_step;
+        }
 #pragma GCC unroll 8
         for (int line = 0; line < 2 * TURN; line++)
-            add_products(PLAIN, NARROW_ROWS, PANEL_VECTORS, line, panel, 0, NULL, operand + line * 4, odd_strides, acc);
+            add_products(PLAIN, rows, PANEL_VECTORS, line, panel, 0, NULL, &pairs, line * 4, acc);
         panel += 2 * TURN * LINE;
-        operand += 2 * TURN * 4;
+        advance(rows, 2 * TURN * 4, &pairs);
     } while (panel < end);
 #pragma GCC unroll 16
-    for (int row = 0; row < NARROW_ROWS; row++)
+    for (int row = 0; row < rows; row++)
 #pragma GCC unroll 4
         for (int v = 0; v < PANEL_VECTORS; v++)
             vf_store(result + row * result_stride + v * LANES, acc[row][v]);
+}
+
+/* What attention's products are made of. */
+ONE_COPY void multiply_whole_tile(const char *operand, int64_t operand_stride, const char *panel, int64_t k,
+                                  float *result, int64_t result_stride, bool accumulate)
+{
+    const struct fetch nothing = {NULL, 0};
+    multiply_whole(NARROW_ROWS, false, operand, operand_stride, panel, k, nothing, result, result_stride, accumulate);
+}
+
+/* What linears of many rows are made of. */
+ONE_COPY void multiply_fetching_tile(const char *operand, int64_t operand_stride, const char *panel, int64_t k,
+                                     struct fetch fetch, float *result, int64_t result_stride, bool accumulate)
+{
+    multiply_whole(NARROW_ROWS, true, operand, operand_stride, panel, k, fetch, result, result_stride, accumulate);
+}
+
+ONE_COPY void multiply_fetching_less(const char *operand, int64_t operand_stride, const char *panel, int64_t k,
+                                     struct fetch fetch, float *result, int64_t result_stride, bool accumulate)
+{
+    multiply_whole(NARROW_ROWS - 2, true, operand, operand_stride, panel, k, fetch, result, result_stride, accumulate);
 }
 
 /* One of the sizes that tiles of up to `tile_rows` rows have; others are left out when this is compiled. */
@@ -255,15 +287,18 @@ INLINE void multiply_panels(const enum kind kind, const int tile_rows, const int
                             bool accumulate)
 {
     const int64_t row_bytes = operand_stride * (kind == DOTTED ? 2 : 4);
-    const bool whole = kind == PLAIN && tile_rows == NARROW_ROWS && panel_count == 1 && !fetches &&
-                       panels->k <= panels->chunk_k;
+    const bool whole = kind == PLAIN && tile_rows == NARROW_ROWS && panel_count == 1 && panels->k <= panels->chunk_k;
+    const char *panel = panels->chunks[0] + first_panel * panels->panel_bytes;
     result += first_panel * PANEL;
     for (int64_t tiles = (row_count + tile_rows - 1) / tile_rows; tiles > 0; tiles--) {
         const int64_t rows = rows_of_tile(row_count, tiles, tile_rows);
         const struct fetch share = {fetch.from, fetch.lines / tiles};
-        if (whole && rows == NARROW_ROWS)
-            multiply_whole_tile(operand, operand_stride, panels->chunks[0] + first_panel * panels->panel_bytes,
-                                panels->k, result, result_stride, accumulate);
+        if (whole && !fetches && rows == NARROW_ROWS)
+            multiply_whole_tile(operand, operand_stride, panel, panels->k, result, result_stride, accumulate);
+        else if (whole && fetches && rows == NARROW_ROWS)
+            multiply_fetching_tile(operand, operand_stride, panel, panels->k, share, result, result_stride, accumulate);
+        else if (whole && fetches && rows == NARROW_ROWS - 2)
+            multiply_fetching_less(operand, operand_stride, panel, panels->k, share, result, result_stride, accumulate);
         else
             multiply_rows(kind, tile_rows, panel_count, fetches, rows, operand, operand_stride, panels, first_panel,
                           share, result, result_stride, accumulate);
