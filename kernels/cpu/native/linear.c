@@ -12,7 +12,7 @@ enum {
     GROUP = 2,        /* panels that go through a block of rows together */
     ROW_BLOCK = 120,  /* rows whose operand the second cache holds: 120 rows x 512 x 4 bytes */
     K_BLOCK = 288,    /* of K: a panel of it in float32 fits the nearest cache beside the operand's rows */
-    BLOCKED_ROWS = 4, /* fewer have a small operand and wait for panels, which stream in one go */
+    BLOCKED_ROWS = 6, /* fewer have a small operand and wait for panels, which stream in one go */
 };
 
 enum {

@@ -4,7 +4,7 @@
 #define WIDE_ROWS 3
 #define EXPANDED_NARROW_ROWS 5
 #define EXPANDED_WIDE_ROWS 2
-#define KEEPING_ROWS 6
+#define KEEPING_TILE 4
 #define TURN 2
 #define PATH_NAME avx2
 #include "path_fma.h"

@@ -22,7 +22,7 @@ ONE_COPY void multiply_bfloat16(const void *operand, int64_t operand_stride, int
 ONE_COPY void multiply_compact(const void *operand, int64_t operand_stride, int64_t rows, const struct panels *panels,
                                float *result, int64_t result_stride, bool accumulate)
 {
-    multiply(COMPACT, operand, operand_stride, rows, panels, result, result_stride, accumulate);
+    multiply_compact_panels(operand, operand_stride, rows, panels, result, result_stride, accumulate);
 }
 
 ONE_COPY void multiply_block_float32(const void *operand, int64_t operand_stride, int64_t rows,

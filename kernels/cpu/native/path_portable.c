@@ -5,7 +5,7 @@
 #define WIDE_ROWS 2
 #define EXPANDED_NARROW_ROWS 4
 #define EXPANDED_WIDE_ROWS 2
-#define KEEPING_ROWS 6
+#define KEEPING_TILE 2
 #define TURN 1
 #define PATH_NAME portable
 #include "path_fma.h"

@@ -29,6 +29,11 @@ enum kind {
     DOTTED,   /* bfloat16 pairs on both sides, two products an instruction */
 };
 
+/* Of a panel's lines: how many a turn of the inner loop takes, the values of K of one, and its bytes. */
+INLINE int turn_lines(const enum kind kind) { return kind == PLAIN ? 2 * TURN : kind == COMPACT ? COMPACT_LINES : TURN; }
+INLINE int line_values(const enum kind kind) { return kind == PLAIN ? 1 : 2; }
+INLINE int line_bytes(const enum kind kind) { return kind == COMPACT ? COMPACT_UNIT / COMPACT_LINES : LINE; }
+
 /* Lines that a product fetches on the way, evenly, for those that follow. `from` NULL: where its rows are so few that
  * it waits for memory, its own panels some way ahead. */
 struct fetch {
@@ -47,7 +52,7 @@ INLINE struct row_pairs pairs_of(const int rows, const char *operand, int64_t st
 {
     struct row_pairs pairs = {.stride = stride};
 #pragma GCC unroll 8
-    for (int i = 0; i < (rows + 1) / 2; i++)
+    for (int i = 0; i < (rows + 1) / 2 && i < ROW_PAIRS; i++)
         pairs.at[i] = operand + 2 * i * stride;
     return pairs;
 }
@@ -56,7 +61,7 @@ INLINE struct row_pairs pairs_of(const int rows, const char *operand, int64_t st
 INLINE void advance(const int rows, const int bytes, struct row_pairs *pairs)
 {
 #pragma GCC unroll 8
-    for (int i = 0; i < (rows + 1) / 2; i++) {
+    for (int i = 0; i < (rows + 1) / 2 && i < ROW_PAIRS; i++) {
         pairs->at[i] += bytes;
         __asm__("" : "+r"(pairs->at[i])); /* or they become one pointer again */
     }
@@ -98,10 +103,11 @@ INLINE void load_line(const enum kind kind, const int vectors, const int line, c
     }
 }
 
-/* acc += a line of the panels times the operand's one or two values of K. */
+/* acc += a line of the panels times the operand's one or two values of K. `kept`, if not NULL: where the turn's weights are
+ * stored as float32. */
 INLINE void add_products(const enum kind kind, const int rows, const int vectors, const int line, const char *panel,
                          int64_t panel_bytes, const uint8_t *high_bytes, const struct row_pairs *operand,
-                         int64_t offset, vf acc[MOST_ROWS][2 * PANEL_VECTORS])
+                         int64_t offset, float *kept, vf acc[MOST_ROWS][2 * PANEL_VECTORS])
 {
     const bool widens = kind == EXPANDED || kind == COMPACT;
     vu loaded[2 * PANEL_VECTORS];
@@ -115,6 +121,10 @@ INLINE void add_products(const enum kind kind, const int rows, const int vectors
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++)
             weights[v] = !widens ? (vf)loaded[v] : odd ? pair_odd(loaded[v]) : pair_even(loaded[v]);
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++)
+            if (kept)
+                vf_store(kept + (2 * line + odd) * PANEL + v * LANES, weights[v]);
 #pragma GCC unroll 16
         for (int row = 0; row < rows && row < MOST_ROWS; row++) {
             const char *at = operand->at[row / 2] + row % 2 * operand->stride + offset + odd * 4;
@@ -141,9 +151,7 @@ INLINE void multiply_tile(const enum kind kind, const int rows, const int panel_
                           struct fetch fetch, float *result, int64_t result_stride, bool accumulate)
 {
     const int vectors = panel_count * PANEL_VECTORS;
-    const int turn = kind == PLAIN ? 2 * TURN : kind == COMPACT ? COMPACT_LINES : TURN; /* lines of a panel */
-    const int turn_k = kind == PLAIN ? turn : 2 * turn;
-    const int line_bytes = kind == COMPACT ? COMPACT_UNIT / COMPACT_LINES : LINE;
+    const int turn = turn_lines(kind), turn_k = turn * line_values(kind), bytes = line_bytes(kind);
     const int operand_step = kind == PLAIN || kind == DOTTED ? 4 : 8; /* bytes a line */
     const int fetches_a_turn = !fetches ? 0 : kind == PLAIN ? 1 : turn;
     const bool streams = !fetches && rows <= WIDE_ROWS;
@@ -160,7 +168,7 @@ INLINE void multiply_tile(const enum kind kind, const int rows, const int panel_
     int64_t left = panels->k;
     for (int64_t chunk = 0; left > 0; chunk++, left -= panels->chunk_k) {
         const char *panel = panels->chunks[chunk] + first_panel * panel_bytes;
-        const char *end = panel + min_of(left, panels->chunk_k) / turn_k * turn * line_bytes;
+        const char *end = panel + min_of(left, panels->chunk_k) / turn_k * turn * bytes;
         const char *jump = end - PREFETCH_BYTES; /* from here on the next panels, not the neighbour's rest */
         while (panel < end) {
             const int64_t ahead = PREFETCH_BYTES + (panel < jump ? 0 : (panel_count - 1) * panel_bytes);
@@ -172,10 +180,11 @@ INLINE void multiply_tile(const enum kind kind, const int rows, const int panel_
 #pragma GCC unroll 2
                 for (int p = 0; p < panel_count; p++)
                     if (streams)
-                        __builtin_prefetch(panel + line * line_bytes + p * panel_bytes + ahead);
-                add_products(kind, rows, vectors, line, panel, panel_bytes, high_bytes, &pairs, line * operand_step, acc);
+                        __builtin_prefetch(panel + line * bytes + p * panel_bytes + ahead);
+                add_products(kind, rows, vectors, line, panel, panel_bytes, high_bytes, &pairs, line * operand_step, NULL,
+                             acc);
             }
-            panel += turn * line_bytes;
+            panel += turn * bytes;
             advance(rows, turn * operand_step, &pairs);
         }
     }
@@ -186,36 +195,67 @@ INLINE void multiply_tile(const enum kind kind, const int rows, const int panel_
             vf_store(result + row * result_stride + v * LANES, acc[row][v]);
 }
 
-/* A tile of one float32 panel in one chunk. In a function of its own, whose loop runs at least once, the compiler leaves
- * the accumulators in their registers from beginning to end. */
-INLINE void multiply_whole(const int rows, const bool fetches, const char *operand, int64_t operand_stride,
-                           const char *panel, int64_t k, struct fetch fetch, float *result, int64_t result_stride,
-                           bool accumulate)
+/* What a whole tile fetches on the way. */
+enum fetching {
+    NOTHING,
+    ALONG,     /* a line each turn */
+    STREAMING, /* the panels' own bytes some way ahead: rows are so few that it waits for memory */
+};
+
+/* From `from` on, by `step` where it fetches along; streaming until `end` and from `then` on afterwards. */
+struct ahead {
+    const char *from;
+    int64_t step;
+    const char *end;
+    const char *then;
+};
+
+/* A tile of one or two panels in one chunk. In a function of its own, whose loop runs at least once, the compiler leaves
+ * the accumulators in their registers from beginning to end. `keeps`: the panel goes to `kept` in float32. */
+INLINE void multiply_whole(const enum kind kind, const int rows, const int panel_count,
+                           const enum fetching fetching, const bool keeps, const char *operand, int64_t operand_stride, const char *panel,
+                           int64_t panel_bytes, int64_t k, const uint8_t *high_bytes, struct ahead ahead, float *kept,
+                           float *result, int64_t result_stride, bool accumulate)
 {
-    const char *end = panel + k * LINE;
-    const int64_t fetch_step = fetches ? fetch.lines * LINE / (k / (2 * TURN)) : 0;
+    const int vectors = panel_count * PANEL_VECTORS, lines = turn_lines(kind), line_k = line_values(kind);
+    const int turn_bytes = lines * line_bytes(kind);
+    const char *end = panel + k / (lines * line_k) * turn_bytes;
     vf acc[MOST_ROWS][2 * PANEL_VECTORS];
     struct row_pairs pairs = pairs_of(rows, operand, operand_stride * 4);
 #pragma GCC unroll 16
     for (int row = 0; row < rows; row++)
 #pragma GCC unroll 4
-        for (int v = 0; v < PANEL_VECTORS; v++)
+        for (int v = 0; v < vectors; v++)
             acc[row][v] = accumulate ? vf_load(result + row * result_stride + v * LANES) : vf_set(0.0f);
     do {
-        if (fetches) {
-            __builtin_prefetch(fetch.from);
-            fetch.from += fetch_step;
+        if (fetching == STREAMING) {
+#pragma GCC unroll 2
+            for (int p = 0; p < panel_count; p++) {
+                __builtin_prefetch(ahead.from + p * panel_bytes);
+                __builtin_prefetch(ahead.from + p * panel_bytes + turn_bytes / 2);
+            }
+            ahead.from += turn_bytes;
+            if (ahead.from == ahead.end)
+                ahead.from = ahead.then;
         }
+        if (fetching == ALONG) {
+            __builtin_prefetch(ahead.from);
+            ahead.from += ahead.step;
+        }
+        if (kind == COMPACT)
+            __asm__("" : "+r"(high_bytes)); /* or the table stays in a register that accumulators want */
 #pragma GCC unroll 8
-        for (int line = 0; line < 2 * TURN; line++)
-            add_products(PLAIN, rows, PANEL_VECTORS, line, panel, 0, NULL, &pairs, line * 4, acc);
-        panel += 2 * TURN * LINE;
-        advance(rows, 2 * TURN * 4, &pairs);
+        for (int line = 0; line < lines; line++)
+            add_products(kind, rows, vectors, line, panel, panel_bytes, high_bytes, &pairs, line * line_k * 4,
+                         keeps ? kept : NULL, acc);
+        panel += turn_bytes;
+        kept += keeps ? lines * line_k * PANEL : 0;
+        advance(rows, lines * line_k * 4, &pairs);
     } while (panel < end);
 #pragma GCC unroll 16
     for (int row = 0; row < rows; row++)
 #pragma GCC unroll 4
-        for (int v = 0; v < PANEL_VECTORS; v++)
+        for (int v = 0; v < vectors; v++)
             vf_store(result + row * result_stride + v * LANES, acc[row][v]);
 }
 
@@ -223,21 +263,9 @@ INLINE void multiply_whole(const int rows, const bool fetches, const char *opera
 ONE_COPY void multiply_whole_tile(const char *operand, int64_t operand_stride, const char *panel, int64_t k,
                                   float *result, int64_t result_stride, bool accumulate)
 {
-    const struct fetch nothing = {NULL, 0};
-    multiply_whole(NARROW_ROWS, false, operand, operand_stride, panel, k, nothing, result, result_stride, accumulate);
-}
-
-/* What linears of many rows are made of. */
-ONE_COPY void multiply_fetching_tile(const char *operand, int64_t operand_stride, const char *panel, int64_t k,
-                                     struct fetch fetch, float *result, int64_t result_stride, bool accumulate)
-{
-    multiply_whole(NARROW_ROWS, true, operand, operand_stride, panel, k, fetch, result, result_stride, accumulate);
-}
-
-ONE_COPY void multiply_fetching_less(const char *operand, int64_t operand_stride, const char *panel, int64_t k,
-                                     struct fetch fetch, float *result, int64_t result_stride, bool accumulate)
-{
-    multiply_whole(NARROW_ROWS - 2, true, operand, operand_stride, panel, k, fetch, result, result_stride, accumulate);
+    const struct ahead nothing = {0};
+    multiply_whole(PLAIN, NARROW_ROWS, 1, NOTHING, false, operand, operand_stride, panel, 0, k, NULL, nothing, NULL, result,
+                   result_stride, accumulate);
 }
 
 /* One of the sizes that tiles of up to `tile_rows` rows have; others are left out when this is compiled. */
@@ -287,18 +315,15 @@ INLINE void multiply_panels(const enum kind kind, const int tile_rows, const int
                             bool accumulate)
 {
     const int64_t row_bytes = operand_stride * (kind == DOTTED ? 2 : 4);
-    const bool whole = kind == PLAIN && tile_rows == NARROW_ROWS && panel_count == 1 && panels->k <= panels->chunk_k;
+    const bool whole = kind == PLAIN && tile_rows == NARROW_ROWS && panel_count == 1 && !fetches &&
+                       panels->k <= panels->chunk_k;
     const char *panel = panels->chunks[0] + first_panel * panels->panel_bytes;
     result += first_panel * PANEL;
     for (int64_t tiles = (row_count + tile_rows - 1) / tile_rows; tiles > 0; tiles--) {
         const int64_t rows = rows_of_tile(row_count, tiles, tile_rows);
         const struct fetch share = {fetch.from, fetch.lines / tiles};
-        if (whole && !fetches && rows == NARROW_ROWS)
+        if (whole && rows == NARROW_ROWS)
             multiply_whole_tile(operand, operand_stride, panel, panels->k, result, result_stride, accumulate);
-        else if (whole && fetches && rows == NARROW_ROWS)
-            multiply_fetching_tile(operand, operand_stride, panel, panels->k, share, result, result_stride, accumulate);
-        else if (whole && fetches && rows == NARROW_ROWS - 2)
-            multiply_fetching_less(operand, operand_stride, panel, panels->k, share, result, result_stride, accumulate);
         else
             multiply_rows(kind, tile_rows, panel_count, fetches, rows, operand, operand_stride, panels, first_panel,
                           share, result, result_stride, accumulate);
@@ -313,9 +338,8 @@ INLINE void multiply_panels(const enum kind kind, const int tile_rows, const int
 INLINE void multiply(const enum kind kind, const void *operand, int64_t operand_stride, int64_t rows,
                      const struct panels *panels, float *result, int64_t result_stride, bool accumulate)
 {
-    const bool widens = kind == EXPANDED || kind == COMPACT;
-    const int wide_rows = widens ? EXPANDED_WIDE_ROWS : WIDE_ROWS;
-    const int narrow_rows = widens ? EXPANDED_NARROW_ROWS : NARROW_ROWS;
+    const int wide_rows = kind == EXPANDED ? EXPANDED_WIDE_ROWS : WIDE_ROWS;
+    const int narrow_rows = kind == EXPANDED ? EXPANDED_NARROW_ROWS : NARROW_ROWS;
     const int64_t paired = rows <= wide_rows || narrow_rows <= wide_rows ? panels->panel_count & ~(int64_t)1 : 0;
     const struct fetch nothing = {NULL, 0};
     for (int64_t panel = 0; panel < paired; panel += 2)
@@ -329,12 +353,12 @@ INLINE void multiply(const enum kind kind, const void *operand, int64_t operand_
 /* Bytes [panel, panel + bytes) of bfloat16 or compact panels as float32 ones. */
 INLINE void widen_panels(const enum kind kind, const char *panel, int64_t bytes, const uint8_t *high_bytes, float *to)
 {
-    const int lines = kind == COMPACT ? COMPACT_LINES : 1;
-    for (const char *end = panel + bytes; panel < end; panel += kind == COMPACT ? COMPACT_UNIT : LINE) {
-        __builtin_prefetch(panel + PREFETCH_BYTES);
+    const int lines = turn_lines(kind);
+    for (const char *end = panel + bytes; panel < end; panel += lines * line_bytes(kind)) {
 #pragma GCC unroll 2
         for (int line = 0; line < lines; line++, to += 2 * PANEL) {
             vu pairs[PANEL_VECTORS];
+            __builtin_prefetch(panel + PREFETCH_BYTES + line * line_bytes(kind));
             load_line(kind, PANEL_VECTORS, line, panel, 0, high_bytes, pairs);
             for (int v = 0; v < PANEL_VECTORS; v++) {
                 vf_store(to + v * LANES, pair_even(pairs[v]));
@@ -344,32 +368,104 @@ INLINE void widen_panels(const enum kind kind, const char *panel, int64_t bytes,
     }
 }
 
-/* As multiply, for panels out of memory and rows that do not wait for it alone. `next`: what follows the panels' last
- * one, as long as one. `kept`: room for a panel in float32, which others are widened into where several tiles of rows
- * want them. */
-INLINE void multiply_block(const enum kind kind, const char *operand, int64_t operand_stride, int64_t rows,
-                           const struct panels *panels, const char *next, float *kept, float *result,
-                           int64_t result_stride, bool accumulate)
+#ifdef KEEPING_TILE
+typedef void whole_tile(const char *operand, int64_t operand_stride, const char *panel, int64_t panel_bytes, int64_t k,
+                        const uint8_t *high_bytes, struct ahead ahead, float *kept, float *result,
+                        int64_t result_stride, bool accumulate);
+
+#define WHOLE_TILE(name, kind, rows, panel_count, fetching, keeps)                                                    \
+    ONE_COPY void name(const char *operand, int64_t operand_stride, const char *panel, int64_t panel_bytes,           \
+                       int64_t k, const uint8_t *high_bytes, struct ahead ahead, float *kept, float *result,          \
+                       int64_t result_stride, bool accumulate)                                                        \
+    {                                                                                                                 \
+        multiply_whole(kind, rows, panel_count, fetching, keeps, operand, operand_stride, panel, panel_bytes, k,      \
+                       high_bytes, ahead, kept, result, result_stride, accumulate);                                   \
+    }
+
+/* Of compact panels, streaming them: two panels for one row, which has no other sums to add to meanwhile. */
+#define COMPACT_TILE(rows) WHOLE_TILE(multiply_compact_##rows, COMPACT, rows, 1, STREAMING, false)
+WHOLE_TILE(multiply_compact_pair, COMPACT, 1, 2, STREAMING, false)
+COMPACT_TILE(1)
+COMPACT_TILE(2)
+COMPACT_TILE(3)
+COMPACT_TILE(4)
+COMPACT_TILE(5)
+static whole_tile *const compact_tiles[] = {NULL, multiply_compact_1, multiply_compact_2, multiply_compact_3,
+                                            multiply_compact_4, multiply_compact_5};
+enum { COMPACT_ROWS = 5 };
+
+INLINE void multiply_compact_panels(const char *operand, int64_t operand_stride, int64_t row_count,
+                                    const struct panels *panels, float *result, int64_t result_stride, bool accumulate)
 {
-    const int64_t bytes = panels->k * (kind == PLAIN ? LINE : kind == COMPACT ? COMPACT_UNIT / COMPACT_K : LINE / 2);
-    const char *wide = (const char *)kept;
-    const struct panels widened = {&wide, panels->k, panels->k, 0, 1, NULL};
-    for (int64_t panel = 0; panel < panels->panel_count; panel++, result += PANEL) {
-        const bool last = panel + 1 == panels->panel_count;
-        const char *at = panels->chunks[0] + panel * panels->panel_bytes;
-        const struct fetch fetch = {last ? next : at + panels->panel_bytes, bytes / LINE};
-        if (kind == PLAIN)
-            multiply_panels(PLAIN, NARROW_ROWS, 1, true, operand, operand_stride, rows, panels, panel, fetch,
-                            result - panel * PANEL, result_stride, accumulate);
-        else if (rows < KEEPING_ROWS)
-            multiply_panels(kind, EXPANDED_NARROW_ROWS, 1, true, operand, operand_stride, rows, panels, panel, fetch,
-                            result - panel * PANEL, result_stride, accumulate);
-        else {
-            widen_panels(kind, at, bytes, panels->high_bytes, kept);
-            multiply_panels(PLAIN, NARROW_ROWS, 1, true, operand, operand_stride, rows, &widened, 0, fetch, result,
-                            result_stride, accumulate);
+    const int64_t bytes = panels->k / COMPACT_K * COMPACT_UNIT, apart = panels->panel_bytes;
+    const int64_t count = row_count == 1 && panels->panel_count == 2 ? 2 : 1;
+    for (int64_t panel = 0; panel < panels->panel_count; panel += count) {
+        const char *at = panels->chunks[0] + panel * apart, *rows_at = operand;
+        const bool last = panel + count == panels->panel_count;
+        /* Behind the last panel follows what comes behind the first one, be they neighbours or far apart. */
+        const char *next = !last ? at + apart : apart == bytes ? at + count * bytes : panels->chunks[0] + bytes;
+        const struct ahead ahead = {at + PREFETCH_BYTES, 0, at + bytes, next};
+        float *sums = result + panel * PANEL;
+        for (int64_t left = row_count, tiles = (left + COMPACT_ROWS - 1) / COMPACT_ROWS; tiles > 0; tiles--) {
+            const int64_t rows = left / tiles;
+            whole_tile *const tile = count == 2 ? multiply_compact_pair : compact_tiles[rows];
+            tile(rows_at, operand_stride, at, apart, panels->k, panels->high_bytes, ahead, NULL, sums, result_stride,
+                 accumulate);
+            left -= rows;
+            rows_at += rows * operand_stride * 4;
+            sums += rows * result_stride;
         }
     }
 }
+
+#define KEPT_TILE(rows) WHOLE_TILE(multiply_kept_##rows, PLAIN, rows <= NARROW_ROWS ? rows : 1, 1, ALONG, false)
+KEPT_TILE(1)
+KEPT_TILE(2)
+KEPT_TILE(3)
+KEPT_TILE(4)
+KEPT_TILE(5)
+KEPT_TILE(6)
+static whole_tile *const kept_tiles[] = {NULL, multiply_kept_1, multiply_kept_2, multiply_kept_3, multiply_kept_4,
+                                         multiply_kept_5, multiply_kept_6};
+WHOLE_TILE(multiply_keeping_compact, COMPACT, KEEPING_TILE, 1, ALONG, true)
+WHOLE_TILE(multiply_keeping_expanded, EXPANDED, KEEPING_TILE, 1, ALONG, true)
+
+/* As multiply, for panels out of memory and rows that do not wait for it alone. `next`: what follows the panels' last
+ * one, as long as one. `kept`: room for a panel in float32. The first tile of rows, small enough to have registers left,
+ * widens a panel for the others. */
+INLINE void multiply_block(const enum kind kind, const char *operand, int64_t operand_stride, int64_t row_count,
+                           const struct panels *panels, const char *next, float *kept, float *result,
+                           int64_t result_stride, bool accumulate)
+{
+    const int64_t k = panels->k, lines = k / line_values(kind) * line_bytes(kind) / LINE;
+    whole_tile *const keeping = kind == COMPACT ? multiply_keeping_compact : multiply_keeping_expanded;
+    for (int64_t panel = 0; panel < panels->panel_count; panel++) {
+        const bool last = panel + 1 == panels->panel_count;
+        const char *at = panels->chunks[0] + panel * panels->panel_bytes, *rows_at = operand;
+        struct fetch fetch = {last ? next : at + panels->panel_bytes, lines};
+        if (kind == PLAIN) {
+            multiply_panels(kind, NARROW_ROWS, 1, true, operand, operand_stride, row_count, panels, panel, fetch, result,
+                            result_stride, accumulate);
+            continue;
+        }
+        float *sums = result + panel * PANEL;
+        int64_t left = row_count;
+        for (int64_t tiles = 1 + (left - KEEPING_TILE + NARROW_ROWS - 1) / NARROW_ROWS; tiles > 0; tiles--) {
+            const bool first = left == row_count;
+            const int64_t rows = first ? KEEPING_TILE : rows_of_tile(left, tiles, NARROW_ROWS), share = fetch.lines / tiles;
+            const int64_t turns = k / (first ? line_values(kind) * turn_lines(kind) : 2 * TURN);
+            const struct ahead ahead = {.from = fetch.from, .step = share * LINE / turns};
+            whole_tile *const tile = first ? keeping : kept_tiles[rows];
+            tile(rows_at, operand_stride, first ? at : (const char *)kept, 0, k, panels->high_bytes, ahead, kept, sums,
+                 result_stride, accumulate);
+            fetch.from += share * LINE;
+            fetch.lines -= share;
+            left -= rows;
+            rows_at += rows * operand_stride * 4;
+            sums += rows * result_stride;
+        }
+    }
+}
+#endif
 
 #endif
