@@ -87,7 +87,7 @@ def _linear(kernels: CpuKernels, limits: Limits, name: str, dtype: torch.dtype) 
             _around(theirs, x.to(dtype), torch.nn.functional.linear),
             _around(theirs_float32, x, torch.nn.functional.linear),
         )
-        moved = weight.nbytes + x.nbytes + rows * outputs * 4
+        moved = packed[0].nbytes + x.nbytes + rows * outputs * 4
         yield _row(
             limits, "linear " + name, f"{rows} x {inputs} x {outputs}", ours, torchs, moved, 2.0 * rows * weight.numel()
         )

@@ -48,6 +48,11 @@ class PackedLinear:
     out_features: int
     in_features: int
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a product reads."""
+        return self.weight.nbytes
+
 
 @dataclass(frozen=True, slots=True)
 class ReferenceCache:

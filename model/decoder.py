@@ -44,11 +44,9 @@ class Decoder:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the matrices that a pass reads, the head's included and the embedding's not."""
-        config = self.config
-        q_rows, kv_rows = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        layer = config.hidden_size * (2 * q_rows + 2 * kv_rows + 3 * config.intermediate_size)
-        return (config.layer_count * layer + config.vocab_size * config.hidden_size) * self.dtype.itemsize
+        """Bytes of the matrices that a pass reads, as they are packed: the head's included, the embedding's not."""
+        layers = ((layer.qkv, layer.o, layer.gate_up, layer.down) for layer in self._parameters.layers)
+        return sum(packed.nbytes for layer in layers for packed in layer) + self._parameters.head.nbytes
 
     def cache_shape(self, block_count: int, block_tokens: int) -> CacheShape:
         """The shape of a KV cache for this decoder."""

@@ -224,9 +224,7 @@ class CpuKernels:
     def _plan_compact(self, weight: torch.Tensor) -> CompactPanels | None:
         """The memory beside compact panels; None: they would not do for this weight, or this path has none."""
         struct = native.Compact()
-        count = self._library.pdk_plan_compact(
-            self._path, weight.data_ptr(), *weight.shape, ctypes.byref(struct)
-        )
+        count = self._library.pdk_plan_compact(self._path, weight.data_ptr(), *weight.shape, ctypes.byref(struct))
         if count < 0:
             return None
         panel_exceptions = torch.empty(-(-weight.shape[0] // native.PANEL) + 1, dtype=torch.int32)

@@ -49,6 +49,16 @@ def test_a_row_of_a_linear_depends_on_that_row_only(
     assert_rows_stand_alone(kernels, lambda x: kernels.linear(x, packed), random(513, in_features, seed=4))
 
 
+@pytest.mark.parametrize(("out_features", "in_features"), [(257, 64), (50, 1100)])
+def test_weights_of_far_exponents_leave_a_row_alone(kernels: Kernels, out_features: int, in_features: int) -> None:
+    """Compact panels have no code for these: their products are added after the others."""
+    weight = random(out_features, in_features) / in_features**0.5
+    weight.view(-1)[::400] *= 2.0**-40
+    weight.view(-1)[200::2000] *= 2.0**9
+    packed = kernels.pack(weight.to(torch.bfloat16), None)
+    assert_rows_stand_alone(kernels, lambda x: kernels.linear(x, packed), random(513, in_features, seed=4))
+
+
 @pytest.mark.parametrize("size", [20, 576, 2048])
 def test_a_row_of_a_norm_depends_on_that_row_only(kernels: Kernels, size: int) -> None:
     weight = random(size)

@@ -7,6 +7,7 @@ import torch
 
 from kernels import CacheShape, Kernels, select
 from pdserve.errors import ConfigError
+from support.kernels import make_kernels
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> torch.Tensor:
@@ -32,6 +33,37 @@ def test_linear_rounds_its_input_to_the_weights_dtype_and_nothing_else(
         assert_close(kernels.linear(x, packed), wanted, 1e-5)
         unrounded = x.double() @ weight.double().t() + (offset.double() if offset is not None else 0.0)
         assert_close(kernels.linear(x, packed), unrounded, 1e-5 if dtype == torch.float32 else 3e-3)
+
+
+def _with_far_exponents(every: int) -> torch.Tensor:
+    """bfloat16 [70, 100] of usual weights, each `every`th of which is zero, tiny, or large. None is subnormal, which
+    products of bfloat16 pairs take for zero."""
+    weight = 0.05 * random(70, 100)
+    far = torch.tensor([0.0, -0.0, 1e-37, -1e-30, 3.3e38, -1e30, 2.0**-126, 9.0])
+    places = weight.view(-1)[::every]
+    places.copy_(far.repeat(len(places) // len(far) + 1)[: len(places)])
+    return weight.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("every", [2, 13, 700])
+@pytest.mark.parametrize("rows", [1, 2, 5, 6, 100])
+def test_packing_loses_no_bit_of_a_weight(kernels: Kernels, every: int, rows: int) -> None:
+    weight = _with_far_exponents(every)
+    packed = kernels.pack(weight, None)
+    ones = torch.eye(weight.shape[1])
+    got = torch.cat([kernels.linear(ones[first : first + rows], packed) for first in range(0, len(ones), rows)])
+    assert torch.equal(got, weight.t().float())
+
+
+@pytest.mark.parametrize("path", ["portable", "avx2"])
+def test_compact_panels_take_three_quarters_of_a_usual_weights_bytes(path: str) -> None:
+    kernels = make_kernels(f"cpu-{path}")
+    weight = (0.05 * random(256, 320)).to(torch.bfloat16)
+    packed = kernels.pack(weight, None)
+    assert 0.75 <= packed.nbytes / weight.nbytes < 0.77
+    assert kernels.pack(weight.float(), None).nbytes == weight.float().nbytes
+    odd = (0.05 * random(256, 320) * torch.exp2(torch.randint(-20, 20, (256, 320)).float())).to(torch.bfloat16)
+    assert kernels.pack(odd, None).nbytes == odd.nbytes, "too many exceptions to pay"
 
 
 def test_rms_norm(kernels: Kernels) -> None:

@@ -1,5 +1,6 @@
 /* The whole of a path whose products are fused multiply-adds of float32, for either dtype. */
 #include "cache.h"
+#include "linear_tiles.h"
 #include "path.h"
 #include "product.h"
 #include "rows.h"
@@ -57,7 +58,18 @@ static void add_exceptions(const struct pdk_exception *exceptions, int64_t count
     }
 }
 
-static void widen(const char *panels, int64_t bytes, float *to) { widen_panels(EXPANDED, panels, bytes, NULL, to); }
+/* bfloat16 panels as float32 ones: `bytes` of whole panel rows. */
+static void widen(const char *panels, int64_t bytes, float *to)
+{
+    for (const char *from = panels; from < panels + bytes; from += LINE, to += 2 * PANEL) {
+        __builtin_prefetch(from + PREFETCH_BYTES);
+        for (int v = 0; v < PANEL_VECTORS; v++) {
+            const vu pairs = vu_load(from + v * (LANES * 4));
+            vf_store(to + v * LANES, pair_even(pairs));
+            vf_store(to + PANEL + v * LANES, pair_odd(pairs));
+        }
+    }
+}
 
 INLINE void store_weights(const vf weights[PART_VECTORS], void *out)
 {

@@ -34,13 +34,6 @@ INLINE int turn_lines(const enum kind kind) { return kind == PLAIN ? 2 * TURN : 
 INLINE int line_values(const enum kind kind) { return kind == PLAIN ? 1 : 2; }
 INLINE int line_bytes(const enum kind kind) { return kind == COMPACT ? COMPACT_UNIT / COMPACT_LINES : LINE; }
 
-/* Lines that a product fetches on the way, evenly, for those that follow. `from` NULL: where its rows are so few that
- * it waits for memory, its own panels some way ahead. */
-struct fetch {
-    const char *from;
-    int64_t lines;
-};
-
 /* Where pairs of the operand's rows are; `stride` in bytes. A row's address is then a sum that an instruction makes on
  * its way: with fewer pointers and multiples of the stride the compiler adds instructions of its own. */
 struct row_pairs {
@@ -68,7 +61,7 @@ INLINE void advance(const int rows, const int bytes, struct row_pairs *pairs)
 }
 
 /* The bfloat16 pairs of a line of a compact unit. */
-INLINE void load_compact(const char *unit, const int line, const uint8_t *high_bytes, vu pairs[PANEL_VECTORS])
+INLINE void load_compact(const char *unit, const int line, const uint8_t *high_bytes, vu *pairs)
 {
 #if LANES == 8 && defined(__AVX2__)
     const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)high_bytes));
@@ -91,7 +84,7 @@ INLINE void load_compact(const char *unit, const int line, const uint8_t *high_b
 
 /* Line `line` of a turn's of the panels: float32 of one k, or bfloat16 pairs of two. */
 INLINE void load_line(const enum kind kind, const int vectors, const int line, const char *panel, int64_t panel_bytes,
-                      const uint8_t *high_bytes, vu loaded[2 * PANEL_VECTORS])
+                      const uint8_t *high_bytes, vu *loaded)
 {
 #pragma GCC unroll 4
     for (int v = 0; v < vectors; v++) {
@@ -144,20 +137,17 @@ INLINE void add_products(const enum kind kind, const int rows, const int vectors
     }
 }
 
-/* `rows` rows times `panel_count` panels from `first_panel` on; both constants where it is called, as is whether
- * there is something to fetch. */
-INLINE void multiply_tile(const enum kind kind, const int rows, const int panel_count, const bool fetches,
-                          const char *operand, int64_t operand_stride, const struct panels *panels, int64_t first_panel,
-                          struct fetch fetch, float *result, int64_t result_stride, bool accumulate)
+/* `rows` rows times `panel_count` panels from `first_panel` on; both constants where it is called. Where the rows are so few
+ * that it may wait for memory, it fetches the panels some way ahead. */
+INLINE void multiply_tile(const enum kind kind, const int rows, const int panel_count, const char *operand,
+                          int64_t operand_stride, const struct panels *panels, int64_t first_panel, float *result,
+                          int64_t result_stride, bool accumulate)
 {
     const int vectors = panel_count * PANEL_VECTORS;
     const int turn = turn_lines(kind), turn_k = turn * line_values(kind), bytes = line_bytes(kind);
     const int operand_step = kind == PLAIN || kind == DOTTED ? 4 : 8; /* bytes a line */
-    const int fetches_a_turn = !fetches ? 0 : kind == PLAIN ? 1 : turn;
-    const bool streams = !fetches && rows <= WIDE_ROWS;
-    const int64_t panel_bytes = panels->panel_bytes, turns = panels->k / turn_k;
-    const uint8_t *high_bytes = panels->high_bytes;
-    const int64_t fetch_step = fetches ? fetch.lines * LINE / (turns * fetches_a_turn) : 0;
+    const bool streams = rows <= WIDE_ROWS;
+    const int64_t panel_bytes = panels->panel_bytes;
     vf acc[MOST_ROWS][2 * PANEL_VECTORS];
     struct row_pairs pairs = pairs_of(rows, operand, operand_stride * (kind == DOTTED ? 2 : 4));
 #pragma GCC unroll 16
@@ -173,16 +163,12 @@ INLINE void multiply_tile(const enum kind kind, const int rows, const int panel_
         while (panel < end) {
             const int64_t ahead = PREFETCH_BYTES + (panel < jump ? 0 : (panel_count - 1) * panel_bytes);
 #pragma GCC unroll 8
-            for (int i = 0; i < fetches_a_turn; i++, fetch.from += fetch_step)
-                __builtin_prefetch(fetch.from);
-#pragma GCC unroll 8
             for (int line = 0; line < turn; line++) {
 #pragma GCC unroll 2
                 for (int p = 0; p < panel_count; p++)
                     if (streams)
                         __builtin_prefetch(panel + line * bytes + p * panel_bytes + ahead);
-                add_products(kind, rows, vectors, line, panel, panel_bytes, high_bytes, &pairs, line * operand_step, NULL,
-                             acc);
+                add_products(kind, rows, vectors, line, panel, panel_bytes, NULL, &pairs, line * operand_step, NULL, acc);
             }
             panel += turn * bytes;
             advance(rows, turn * operand_step, &pairs);
@@ -272,15 +258,14 @@ ONE_COPY void multiply_whole_tile(const char *operand, int64_t operand_stride, c
 #define TILE_CASE(size)                                                                                               \
     case size:                                                                                                        \
         if (size <= tile_rows)                                                                                        \
-            multiply_tile(kind, size <= tile_rows ? size : 1, panel_count, fetches, operand, operand_stride, panels,  \
-                          first_panel, fetch, result, result_stride, accumulate);                                     \
+            multiply_tile(kind, size <= tile_rows ? size : 1, panel_count, operand, operand_stride, panels,           \
+                          first_panel, result, result_stride, accumulate);                                            \
         break;
 
 /* A tile of up to `tile_rows` rows. */
-INLINE void multiply_rows(const enum kind kind, const int tile_rows, const int panel_count, const bool fetches,
-                          int64_t rows, const char *operand, int64_t operand_stride, const struct panels *panels,
-                          int64_t first_panel, struct fetch fetch, float *result, int64_t result_stride,
-                          bool accumulate)
+INLINE void multiply_rows(const enum kind kind, const int tile_rows, const int panel_count, int64_t rows,
+                          const char *operand, int64_t operand_stride, const struct panels *panels, int64_t first_panel,
+                          float *result, int64_t result_stride, bool accumulate)
 {
     switch (rows) {
         TILE_CASE(1)
@@ -309,26 +294,21 @@ INLINE int64_t rows_of_tile(int64_t rows, int64_t tiles, const int tile_rows)
 }
 
 /* All rows times the panels from `first_panel` on. */
-INLINE void multiply_panels(const enum kind kind, const int tile_rows, const int panel_count, const bool fetches,
-                            const char *operand, int64_t operand_stride, int64_t row_count, const struct panels *panels,
-                            int64_t first_panel, struct fetch fetch, float *result, int64_t result_stride,
-                            bool accumulate)
+INLINE void multiply_panels(const enum kind kind, const int tile_rows, const int panel_count, const char *operand,
+                            int64_t operand_stride, int64_t row_count, const struct panels *panels, int64_t first_panel,
+                            float *result, int64_t result_stride, bool accumulate)
 {
     const int64_t row_bytes = operand_stride * (kind == DOTTED ? 2 : 4);
-    const bool whole = kind == PLAIN && tile_rows == NARROW_ROWS && panel_count == 1 && !fetches &&
-                       panels->k <= panels->chunk_k;
-    const char *panel = panels->chunks[0] + first_panel * panels->panel_bytes;
+    const bool whole = kind == PLAIN && tile_rows == NARROW_ROWS && panel_count == 1 && panels->k <= panels->chunk_k;
     result += first_panel * PANEL;
     for (int64_t tiles = (row_count + tile_rows - 1) / tile_rows; tiles > 0; tiles--) {
         const int64_t rows = rows_of_tile(row_count, tiles, tile_rows);
-        const struct fetch share = {fetch.from, fetch.lines / tiles};
         if (whole && rows == NARROW_ROWS)
-            multiply_whole_tile(operand, operand_stride, panel, panels->k, result, result_stride, accumulate);
+            multiply_whole_tile(operand, operand_stride, panels->chunks[0] + first_panel * panels->panel_bytes,
+                                panels->k, result, result_stride, accumulate);
         else
-            multiply_rows(kind, tile_rows, panel_count, fetches, rows, operand, operand_stride, panels, first_panel,
-                          share, result, result_stride, accumulate);
-        fetch.from += share.lines * LINE;
-        fetch.lines -= share.lines;
+            multiply_rows(kind, tile_rows, panel_count, rows, operand, operand_stride, panels, first_panel, result,
+                          result_stride, accumulate);
         row_count -= rows;
         operand += rows * row_bytes;
         result += rows * result_stride;
@@ -341,131 +321,12 @@ INLINE void multiply(const enum kind kind, const void *operand, int64_t operand_
     const int wide_rows = kind == EXPANDED ? EXPANDED_WIDE_ROWS : WIDE_ROWS;
     const int narrow_rows = kind == EXPANDED ? EXPANDED_NARROW_ROWS : NARROW_ROWS;
     const int64_t paired = rows <= wide_rows || narrow_rows <= wide_rows ? panels->panel_count & ~(int64_t)1 : 0;
-    const struct fetch nothing = {NULL, 0};
     for (int64_t panel = 0; panel < paired; panel += 2)
-        multiply_panels(kind, wide_rows, 2, false, operand, operand_stride, rows, panels, panel, nothing, result,
-                        result_stride, accumulate);
+        multiply_panels(kind, wide_rows, 2, operand, operand_stride, rows, panels, panel, result, result_stride,
+                        accumulate);
     for (int64_t panel = paired; panel < panels->panel_count; panel++)
-        multiply_panels(kind, narrow_rows, 1, false, operand, operand_stride, rows, panels, panel, nothing, result,
-                        result_stride, accumulate);
+        multiply_panels(kind, narrow_rows, 1, operand, operand_stride, rows, panels, panel, result, result_stride,
+                        accumulate);
 }
-
-/* Bytes [panel, panel + bytes) of bfloat16 or compact panels as float32 ones. */
-INLINE void widen_panels(const enum kind kind, const char *panel, int64_t bytes, const uint8_t *high_bytes, float *to)
-{
-    const int lines = turn_lines(kind);
-    for (const char *end = panel + bytes; panel < end; panel += lines * line_bytes(kind)) {
-#pragma GCC unroll 2
-        for (int line = 0; line < lines; line++, to += 2 * PANEL) {
-            vu pairs[PANEL_VECTORS];
-            __builtin_prefetch(panel + PREFETCH_BYTES + line * line_bytes(kind));
-            load_line(kind, PANEL_VECTORS, line, panel, 0, high_bytes, pairs);
-            for (int v = 0; v < PANEL_VECTORS; v++) {
-                vf_store(to + v * LANES, pair_even(pairs[v]));
-                vf_store(to + PANEL + v * LANES, pair_odd(pairs[v]));
-            }
-        }
-    }
-}
-
-#ifdef KEEPING_TILE
-typedef void whole_tile(const char *operand, int64_t operand_stride, const char *panel, int64_t panel_bytes, int64_t k,
-                        const uint8_t *high_bytes, struct ahead ahead, float *kept, float *result,
-                        int64_t result_stride, bool accumulate);
-
-#define WHOLE_TILE(name, kind, rows, panel_count, fetching, keeps)                                                    \
-    ONE_COPY void name(const char *operand, int64_t operand_stride, const char *panel, int64_t panel_bytes,           \
-                       int64_t k, const uint8_t *high_bytes, struct ahead ahead, float *kept, float *result,          \
-                       int64_t result_stride, bool accumulate)                                                        \
-    {                                                                                                                 \
-        multiply_whole(kind, rows, panel_count, fetching, keeps, operand, operand_stride, panel, panel_bytes, k,      \
-                       high_bytes, ahead, kept, result, result_stride, accumulate);                                   \
-    }
-
-/* Of compact panels, streaming them: two panels for one row, which has no other sums to add to meanwhile. */
-#define COMPACT_TILE(rows) WHOLE_TILE(multiply_compact_##rows, COMPACT, rows, 1, STREAMING, false)
-WHOLE_TILE(multiply_compact_pair, COMPACT, 1, 2, STREAMING, false)
-COMPACT_TILE(1)
-COMPACT_TILE(2)
-COMPACT_TILE(3)
-COMPACT_TILE(4)
-COMPACT_TILE(5)
-static whole_tile *const compact_tiles[] = {NULL, multiply_compact_1, multiply_compact_2, multiply_compact_3,
-                                            multiply_compact_4, multiply_compact_5};
-enum { COMPACT_ROWS = 5 };
-
-INLINE void multiply_compact_panels(const char *operand, int64_t operand_stride, int64_t row_count,
-                                    const struct panels *panels, float *result, int64_t result_stride, bool accumulate)
-{
-    const int64_t bytes = panels->k / COMPACT_K * COMPACT_UNIT, apart = panels->panel_bytes;
-    const int64_t count = row_count == 1 && panels->panel_count == 2 ? 2 : 1;
-    for (int64_t panel = 0; panel < panels->panel_count; panel += count) {
-        const char *at = panels->chunks[0] + panel * apart, *rows_at = operand;
-        const bool last = panel + count == panels->panel_count;
-        /* Behind the last panel follows what comes behind the first one, be they neighbours or far apart. */
-        const char *next = !last ? at + apart : apart == bytes ? at + count * bytes : panels->chunks[0] + bytes;
-        const struct ahead ahead = {at + PREFETCH_BYTES, 0, at + bytes, next};
-        float *sums = result + panel * PANEL;
-        for (int64_t left = row_count, tiles = (left + COMPACT_ROWS - 1) / COMPACT_ROWS; tiles > 0; tiles--) {
-            const int64_t rows = left / tiles;
-            whole_tile *const tile = count == 2 ? multiply_compact_pair : compact_tiles[rows];
-            tile(rows_at, operand_stride, at, apart, panels->k, panels->high_bytes, ahead, NULL, sums, result_stride,
-                 accumulate);
-            left -= rows;
-            rows_at += rows * operand_stride * 4;
-            sums += rows * result_stride;
-        }
-    }
-}
-
-#define KEPT_TILE(rows) WHOLE_TILE(multiply_kept_##rows, PLAIN, rows <= NARROW_ROWS ? rows : 1, 1, ALONG, false)
-KEPT_TILE(1)
-KEPT_TILE(2)
-KEPT_TILE(3)
-KEPT_TILE(4)
-KEPT_TILE(5)
-KEPT_TILE(6)
-static whole_tile *const kept_tiles[] = {NULL, multiply_kept_1, multiply_kept_2, multiply_kept_3, multiply_kept_4,
-                                         multiply_kept_5, multiply_kept_6};
-WHOLE_TILE(multiply_keeping_compact, COMPACT, KEEPING_TILE, 1, ALONG, true)
-WHOLE_TILE(multiply_keeping_expanded, EXPANDED, KEEPING_TILE, 1, ALONG, true)
-
-/* As multiply, for panels out of memory and rows that do not wait for it alone. `next`: what follows the panels' last
- * one, as long as one. `kept`: room for a panel in float32. The first tile of rows, small enough to have registers left,
- * widens a panel for the others. */
-INLINE void multiply_block(const enum kind kind, const char *operand, int64_t operand_stride, int64_t row_count,
-                           const struct panels *panels, const char *next, float *kept, float *result,
-                           int64_t result_stride, bool accumulate)
-{
-    const int64_t k = panels->k, lines = k / line_values(kind) * line_bytes(kind) / LINE;
-    whole_tile *const keeping = kind == COMPACT ? multiply_keeping_compact : multiply_keeping_expanded;
-    for (int64_t panel = 0; panel < panels->panel_count; panel++) {
-        const bool last = panel + 1 == panels->panel_count;
-        const char *at = panels->chunks[0] + panel * panels->panel_bytes, *rows_at = operand;
-        struct fetch fetch = {last ? next : at + panels->panel_bytes, lines};
-        if (kind == PLAIN) {
-            multiply_panels(kind, NARROW_ROWS, 1, true, operand, operand_stride, row_count, panels, panel, fetch, result,
-                            result_stride, accumulate);
-            continue;
-        }
-        float *sums = result + panel * PANEL;
-        int64_t left = row_count;
-        for (int64_t tiles = 1 + (left - KEEPING_TILE + NARROW_ROWS - 1) / NARROW_ROWS; tiles > 0; tiles--) {
-            const bool first = left == row_count;
-            const int64_t rows = first ? KEEPING_TILE : rows_of_tile(left, tiles, NARROW_ROWS), share = fetch.lines / tiles;
-            const int64_t turns = k / (first ? line_values(kind) * turn_lines(kind) : 2 * TURN);
-            const struct ahead ahead = {.from = fetch.from, .step = share * LINE / turns};
-            whole_tile *const tile = first ? keeping : kept_tiles[rows];
-            tile(rows_at, operand_stride, first ? at : (const char *)kept, 0, k, panels->high_bytes, ahead, kept, sums,
-                 result_stride, accumulate);
-            fetch.from += share * LINE;
-            fetch.lines -= share;
-            left -= rows;
-            rows_at += rows * operand_stride * 4;
-            sums += rows * result_stride;
-        }
-    }
-}
-#endif
 
 #endif
