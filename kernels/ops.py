@@ -141,8 +141,8 @@ class Kernels(Protocol):
         ...
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
-        """Take over a linear's weight [N, K], and bias [N] in float32, in the form that `linear` wants. Its `nbytes` are
-        those that a product reads.
+        """Take over a linear's weight [N, K], and bias [N] in float32, in the form that `linear` wants. That has
+        `nbytes`: what a product reads.
 
         It may share the weight's memory: read it further, but do not change it.
         """
