@@ -36,7 +36,7 @@ _FLAGS = (
         "-ffp-contract=off",
         "-fno-math-errno",
     ),  # contraction would change bits; without errno sqrtf is one instruction
-    "-fno-tree-coalesce-vars",  # with it gcc moves the sums of a product between registers, and through memory
+    *("-fno-tree-coalesce-vars", "-fno-ivopts"),  # gcc would move a product's sums about, and compute addresses apart
     *("-Wall", "-Wextra", "-Wno-psabi"),
 )
 _LINK_FLAGS = ("-shared", "-pthread", "-lm")

@@ -18,7 +18,6 @@
 enum {
     PANEL_VECTORS = PANEL / LANES,
     MOST_ROWS = NARROW_ROWS > WIDE_ROWS ? NARROW_ROWS : WIDE_ROWS,
-    ROW_PAIRS = (MOST_ROWS + 1) / 2,
     PREFETCH_BYTES = 2048,
 };
 
@@ -34,29 +33,44 @@ INLINE int turn_lines(const enum kind kind) { return kind == PLAIN ? 2 * TURN : 
 INLINE int line_values(const enum kind kind) { return kind == PLAIN ? 1 : 2; }
 INLINE int line_bytes(const enum kind kind) { return kind == COMPACT ? COMPACT_UNIT / COMPACT_LINES : LINE; }
 
-/* Where pairs of the operand's rows are; `stride` in bytes. A row's address is then a sum that an instruction makes on
- * its way: with fewer pointers and multiples of the stride the compiler adds instructions of its own. */
-struct row_pairs {
-    const char *at[ROW_PAIRS];
-    int64_t stride;
+/* Where the operand's rows are. Each has a pointer, and one offset goes on for all of them: an address is a sum that an
+ * instruction makes on its way, and a turn takes one addition. Where there are too few registers for that, a pointer stands
+ * for two rows and goes on itself. The compiler must not see what they have in common, or it adds instructions of its own. */
+enum { POINTER_ROWS = MOST_ROWS > 6 ? 2 : 1, POINTERS = (MOST_ROWS + POINTER_ROWS - 1) / POINTER_ROWS };
+
+struct row_places {
+    const char *at[POINTERS];
+    int64_t stride; /* bytes */
+    int64_t offset;
 };
 
-INLINE struct row_pairs pairs_of(const int rows, const char *operand, int64_t stride)
+INLINE struct row_places places_of(const int rows, const char *operand, int64_t stride)
 {
-    struct row_pairs pairs = {.stride = stride};
+    struct row_places places = {.stride = stride};
 #pragma GCC unroll 8
-    for (int i = 0; i < (rows + 1) / 2 && i < ROW_PAIRS; i++)
-        pairs.at[i] = operand + 2 * i * stride;
-    return pairs;
+    for (int i = 0; i * POINTER_ROWS < rows && i < POINTERS; i++) {
+        places.at[i] = operand + i * POINTER_ROWS * stride;
+        __asm__("" : "+r"(places.at[i]));
+    }
+    return places;
+}
+
+INLINE const char *place_of(const struct row_places *places, const int row)
+{
+    return places->at[row / POINTER_ROWS] + row % POINTER_ROWS * places->stride + places->offset;
 }
 
 /* On to the next turn. */
-INLINE void advance(const int rows, const int bytes, struct row_pairs *pairs)
+INLINE void advance(const int rows, const int bytes, struct row_places *places)
 {
+    if (POINTER_ROWS == 1) {
+        places->offset += bytes;
+        return;
+    }
 #pragma GCC unroll 8
-    for (int i = 0; i < (rows + 1) / 2 && i < ROW_PAIRS; i++) {
-        pairs->at[i] += bytes;
-        __asm__("" : "+r"(pairs->at[i])); /* or they become one pointer again */
+    for (int i = 0; i * POINTER_ROWS < rows && i < POINTERS; i++) {
+        places->at[i] += bytes;
+        __asm__("" : "+r"(places->at[i]));
     }
 }
 
@@ -99,7 +113,7 @@ INLINE void load_line(const enum kind kind, const int vectors, const int line, c
 /* acc += a line of the panels times the operand's one or two values of K. `kept`, if not NULL: where the turn's weights are
  * stored as float32. */
 INLINE void add_products(const enum kind kind, const int rows, const int vectors, const int line, const char *panel,
-                         int64_t panel_bytes, const uint8_t *high_bytes, const struct row_pairs *operand,
+                         int64_t panel_bytes, const uint8_t *high_bytes, const struct row_places *operand,
                          int64_t offset, float *kept, vf acc[MOST_ROWS][2 * PANEL_VECTORS])
 {
     const bool widens = kind == EXPANDED || kind == COMPACT;
@@ -120,7 +134,7 @@ INLINE void add_products(const enum kind kind, const int rows, const int vectors
                 vf_store(kept + (2 * line + odd) * PANEL + v * LANES, weights[v]);
 #pragma GCC unroll 16
         for (int row = 0; row < rows && row < MOST_ROWS; row++) {
-            const char *at = operand->at[row / 2] + row % 2 * operand->stride + offset + odd * 4;
+            const char *at = place_of(operand, row) + offset + odd * 4;
 #ifdef HAS_DOT
             const vu pair = vu_broadcast(at);
 #endif
@@ -149,7 +163,7 @@ INLINE void multiply_tile(const enum kind kind, const int rows, const int panel_
     const bool streams = rows <= WIDE_ROWS;
     const int64_t panel_bytes = panels->panel_bytes;
     vf acc[MOST_ROWS][2 * PANEL_VECTORS];
-    struct row_pairs pairs = pairs_of(rows, operand, operand_stride * (kind == DOTTED ? 2 : 4));
+    struct row_places places = places_of(rows, operand, operand_stride * (kind == DOTTED ? 2 : 4));
 #pragma GCC unroll 16
     for (int row = 0; row < rows; row++)
 #pragma GCC unroll 4
@@ -168,10 +182,10 @@ INLINE void multiply_tile(const enum kind kind, const int rows, const int panel_
                 for (int p = 0; p < panel_count; p++)
                     if (streams)
                         __builtin_prefetch(panel + line * bytes + p * panel_bytes + ahead);
-                add_products(kind, rows, vectors, line, panel, panel_bytes, NULL, &pairs, line * operand_step, NULL, acc);
+                add_products(kind, rows, vectors, line, panel, panel_bytes, NULL, &places, line * operand_step, NULL, acc);
             }
             panel += turn * bytes;
-            advance(rows, turn * operand_step, &pairs);
+            advance(rows, turn * operand_step, &places);
         }
     }
 #pragma GCC unroll 16
@@ -207,7 +221,7 @@ INLINE void multiply_whole(const enum kind kind, const int rows, const int panel
     const int turn_bytes = lines * line_bytes(kind);
     const char *end = panel + k / (lines * line_k) * turn_bytes;
     vf acc[MOST_ROWS][2 * PANEL_VECTORS];
-    struct row_pairs pairs = pairs_of(rows, operand, operand_stride * 4);
+    struct row_places places = places_of(rows, operand, operand_stride * 4);
 #pragma GCC unroll 16
     for (int row = 0; row < rows; row++)
 #pragma GCC unroll 4
@@ -232,11 +246,11 @@ INLINE void multiply_whole(const enum kind kind, const int rows, const int panel
             __asm__("" : "+r"(high_bytes)); /* or the table stays in a register that accumulators want */
 #pragma GCC unroll 8
         for (int line = 0; line < lines; line++)
-            add_products(kind, rows, vectors, line, panel, panel_bytes, high_bytes, &pairs, line * line_k * 4,
+            add_products(kind, rows, vectors, line, panel, panel_bytes, high_bytes, &places, line * line_k * 4,
                          keeps ? kept : NULL, acc);
         panel += turn_bytes;
         kept += keeps ? lines * line_k * PANEL : 0;
-        advance(rows, lines * line_k * 4, &pairs);
+        advance(rows, lines * line_k * 4, &places);
     } while (panel < end);
 #pragma GCC unroll 16
     for (int row = 0; row < rows; row++)
