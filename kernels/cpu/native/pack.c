@@ -15,22 +15,25 @@ int64_t pdk_packed_bytes(int64_t out_features, int64_t in_features, int64_t dtyp
     return rounded_up(out_features, PANEL) * bytes_of_panel(rounded_up(in_features, K_PAD), dtype) / PANEL;
 }
 
-static int64_t high_of(uint16_t weight) { return weight >> 8 & (HIGHS - 1); }
+enum { COUNTERS = 4 }; /* side by side: neighbours often have the same value, and one counter would wait for itself */
 
 int64_t pdk_plan_compact(const struct pdk_path *path, const void *weight, int64_t out_features, int64_t in_features,
                          struct pdk_compact *compact)
 {
     const uint16_t *weights = weight;
     const int64_t count = out_features * in_features;
-    int64_t counts[HIGHS] = {0}, best = 0, first = 1;
+    int64_t counts[COUNTERS][HIGHS] = {0}, best = 0, first = 1;
     if (!path->products[PDK_COMPACT].product)
         return -1;
     for (int64_t i = 0; i < count; i++)
-        counts[high_of(weights[i])]++;
+        counts[i % COUNTERS][weights[i] >> 8 & (HIGHS - 1)]++;
+    for (int64_t high = 0; high < HIGHS; high++)
+        for (int64_t i = 1; i < COUNTERS; i++)
+            counts[0][high] += counts[i][high];
     for (int64_t from = 1; from + CODES - 1 <= HIGHS; from++) {
         int64_t covered = 0;
         for (int64_t code = 1; code < CODES; code++)
-            covered += counts[from + code - 1];
+            covered += counts[0][from + code - 1];
         if (covered > best) {
             best = covered;
             first = from;
@@ -40,41 +43,62 @@ int64_t pdk_plan_compact(const struct pdk_path *path, const void *weight, int64_
         compact->high_bytes[code] = (uint8_t)(code ? first + code - 1 : 0);
         compact->high_bytes[code + CODES] = compact->high_bytes[code] | 0x80;
     }
-    const int64_t exceptions = count - counts[0] - best;
+    const int64_t exceptions = count - counts[0][0] - best;
     return exceptions <= count / RARE ? exceptions : -1;
+}
+
+struct packing {
+    uint8_t codes[256]; /* by a weight's upper byte; NO_CODE */
+    const struct pdk_compact *compact;
+    int32_t found; /* exceptions so far */
+};
+
+enum { NO_CODE = 255 };
+
+static void keep_exception(struct packing *packing, uint16_t weight, int64_t place)
+{
+    struct pdk_exception *exception = &packing->compact->exceptions[packing->found++];
+    const uint32_t wide = (uint32_t)weight << 16;
+    memcpy(&exception->weight, &wide, 4);
+    exception->place = (int32_t)place;
+}
+
+/* K_PAD values of K from `k` on, `known` of them there, of a panel's `outputs` rows. Row by row, as memory has them:
+ * of each output exceptions are found in the order of K. */
+static void pack_units(struct packing *packing, const uint16_t *rows, int64_t in_features, int64_t outputs, int64_t k,
+                       int64_t known, char *units)
+{
+    memset(units, 0, K_PAD / COMPACT_K * COMPACT_UNIT);
+    for (int64_t output = 0; output < outputs; output++)
+        for (int64_t i = 0; i < known; i++) {
+            const uint16_t weight = rows[output * in_features + k + i];
+            const uint8_t code = packing->codes[weight >> 8];
+            const int64_t line = i % COMPACT_K / 2;
+            char *unit = units + i / COMPACT_K * COMPACT_UNIT + compact_place(output, i % 2);
+            if (code == NO_CODE) {
+                keep_exception(packing, weight, (k + i) * PANEL + output);
+                continue;
+            }
+            unit[line * COMPACT_PAIRS] = (char)weight;
+            unit[COMPACT_LINES * COMPACT_PAIRS] |= (char)(code << line * 4);
+        }
 }
 
 static void pack_compact(const uint16_t *weight, int64_t out_features, int64_t in_features,
                          const struct pdk_compact *compact, char *panels)
 {
-    const int64_t k_size = rounded_up(in_features, K_PAD), bytes = bytes_of_panel(k_size, PDK_COMPACT);
-    const int64_t first = compact->high_bytes[1];
-    int32_t found = 0;
-    for (int64_t panel = 0; panel * PANEL < out_features; panel++, panels += bytes) {
+    struct packing packing = {.compact = compact};
+    memset(packing.codes, NO_CODE, sizeof packing.codes);
+    for (int64_t code = 0; code < 2 * CODES; code++)
+        packing.codes[compact->high_bytes[code]] = (uint8_t)code;
+    for (int64_t panel = 0; panel * PANEL < out_features; panel++) {
         const int64_t outputs = min_of(PANEL, out_features - panel * PANEL);
-        const uint16_t *rows = weight + panel * PANEL * in_features;
-        memset(panels, 0, (size_t)bytes);
-        compact->panel_exceptions[panel] = found;
-        for (int64_t k = 0; k < in_features; k++) {
-            char *unit = panels + k / COMPACT_K * COMPACT_UNIT;
-            const int64_t line = k % COMPACT_K / 2;
-            for (int64_t output = 0; output < outputs; output++) {
-                const uint16_t value = rows[output * in_features + k];
-                const int64_t place = compact_place(output, k % 2), high = high_of(value), code = high - first + 1;
-                if (high && (code < 1 || code >= CODES)) {
-                    const uint32_t wide = (uint32_t)value << 16;
-                    struct pdk_exception *exception = &compact->exceptions[found++];
-                    memcpy(&exception->weight, &wide, 4);
-                    exception->place = (int32_t)(k * PANEL + output);
-                    continue;
-                }
-                unit[line * COMPACT_PAIRS + place] = (char)value;
-                unit[COMPACT_LINES * COMPACT_PAIRS + place] |=
-                    (char)(((value >> 15) * CODES + (high ? code : 0)) << line * 4);
-            }
-        }
+        compact->panel_exceptions[panel] = packing.found;
+        for (int64_t k = 0; k < in_features; k += K_PAD, panels += bytes_of_panel(K_PAD, PDK_COMPACT))
+            pack_units(&packing, weight + panel * PANEL * in_features, in_features, outputs, k,
+                       min_of(K_PAD, in_features - k), panels);
     }
-    compact->panel_exceptions[rounded_up(out_features, PANEL) / PANEL] = found;
+    compact->panel_exceptions[rounded_up(out_features, PANEL) / PANEL] = packing.found;
 }
 
 void pdk_pack(const void *weight, int64_t out_features, int64_t in_features, int64_t dtype,
