@@ -5,7 +5,7 @@
 #define EXPANDED_NARROW_ROWS 5
 #define EXPANDED_WIDE_ROWS 2
 #define KEEPING_TILE 4
-#define TURN 2
+#define TURN 4
 #define PATH_NAME avx2
 #include "path_fma.h"
 
