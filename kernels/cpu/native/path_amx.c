@@ -14,7 +14,6 @@
 #endif
 #define EXPANDED_NARROW_ROWS NARROW_ROWS
 #define EXPANDED_WIDE_ROWS WIDE_ROWS
-#define KEEPING_ROWS 0
 #define TURN 1
 #include "amx.h"
 
