@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Unpack
 
 import grpc
+from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdserve.client.channel import (
@@ -24,7 +25,7 @@ from pdserve.client.channel import (
     own_errors,
 )
 from pdserve.client.request import GenerateOptions, Prompt, generate_request
-from pdserve.client.resume import MAX_LOSSES, identified, may_resume, resumption
+from pdserve.client.resume import MAX_LOSSES, ConnectionLost, identified, may_resume, resumption
 from pdserve.client.stream import Delta, Result, Started, StreamFold
 from pdserve.clock import Clock, SystemClock
 from pdserve.errors import Cancelled, PdserveError, ProtocolError
@@ -104,23 +105,28 @@ class AsyncClient:
         return await self.generate(prompt, timeout_s=timeout_s, **options).read()
 
     async def abort(self, request_id: str, *, timeout_s: float = UNARY_TIMEOUT_S) -> None:
-        with own_errors():
-            await self._inference.Abort(pb.AbortRequest(request_id=request_id), timeout=timeout_s)
+        await self._ask("Abort", pb.AbortRequest(request_id=request_id), timeout_s)
 
     async def model_info(self, *, timeout_s: float = UNARY_TIMEOUT_S) -> pb.ModelInfo:
-        with own_errors():
-            return await self._inference.GetModelInfo(pb.GetModelInfoRequest(), timeout=timeout_s)
+        return await self._ask("GetModelInfo", pb.GetModelInfoRequest(), timeout_s)
 
     async def server_info(self, *, timeout_s: float = UNARY_TIMEOUT_S) -> pb.ServerInfo:
-        with own_errors():
-            return await self._inference.GetServerInfo(pb.GetServerInfoRequest(), timeout=timeout_s)
+        return await self._ask("GetServerInfo", pb.GetServerInfoRequest(), timeout_s)
 
     async def drain_worker(self, worker_id: str, *, cancel: bool = False, timeout_s: float = UNARY_TIMEOUT_S) -> None:
         """Let a worker finish what it has and take nothing new; `cancel`: work on. Raises NotFound. Returns at once."""
+        await self._ask("DrainWorker", pb.DrainWorkerRequest(worker_id=worker_id, cancel=cancel), timeout_s)
+
+    async def _ask(self, method: str, request: Message, timeout_s: float) -> Any:
+        """A call that may be made twice: where the current router is lost, it goes to the next one that serves."""
+        try:
+            with own_errors():
+                return await getattr(self._inference, method)(request, timeout=timeout_s)
+        except ConnectionLost:
+            if not self.has_others or not await self.find_router(timeout_s):
+                raise
         with own_errors():
-            await self._inference.DrainWorker(
-                pb.DrainWorkerRequest(worker_id=worker_id, cancel=cancel), timeout=timeout_s
-            )
+            return await getattr(self._inference, method)(request, timeout=timeout_s)
 
     async def healthy(self, timeout_s: float = 1.0) -> bool:
         return await self._routes[self._current].serves(timeout_s)

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Unpack
 
 import grpc
+from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdserve.client.channel import (
@@ -23,7 +24,7 @@ from pdserve.client.channel import (
     own_errors,
 )
 from pdserve.client.request import GenerateOptions, Prompt, generate_request
-from pdserve.client.resume import MAX_LOSSES, identified, may_resume, resumption
+from pdserve.client.resume import MAX_LOSSES, ConnectionLost, identified, may_resume, resumption
 from pdserve.client.stream import Delta, Result, Started, StreamFold
 from pdserve.clock import Clock, SystemClock
 from pdserve.errors import PdserveError, ProtocolError
@@ -110,21 +111,28 @@ class Client:
 
     def abort(self, request_id: str, *, timeout_s: float = UNARY_TIMEOUT_S) -> None:
         """End a request, whoever sent it. Its stream ends with Cancelled. Raises NotFound if none is in flight."""
-        with own_errors():
-            self._inference.Abort(pb.AbortRequest(request_id=request_id), timeout=timeout_s)
+        self._ask("Abort", pb.AbortRequest(request_id=request_id), timeout_s)
 
     def model_info(self, *, timeout_s: float = UNARY_TIMEOUT_S) -> pb.ModelInfo:
-        with own_errors():
-            return self._inference.GetModelInfo(pb.GetModelInfoRequest(), timeout=timeout_s)
+        return self._ask("GetModelInfo", pb.GetModelInfoRequest(), timeout_s)
 
     def server_info(self, *, timeout_s: float = UNARY_TIMEOUT_S) -> pb.ServerInfo:
-        with own_errors():
-            return self._inference.GetServerInfo(pb.GetServerInfoRequest(), timeout=timeout_s)
+        return self._ask("GetServerInfo", pb.GetServerInfoRequest(), timeout_s)
 
     def drain_worker(self, worker_id: str, *, cancel: bool = False, timeout_s: float = UNARY_TIMEOUT_S) -> None:
         """Let a worker finish what it has and take nothing new; `cancel`: work on. Raises NotFound. Returns at once."""
+        self._ask("DrainWorker", pb.DrainWorkerRequest(worker_id=worker_id, cancel=cancel), timeout_s)
+
+    def _ask(self, method: str, request: Message, timeout_s: float) -> Any:
+        """A call that may be made twice: where the current router is lost, it goes to the next one that serves."""
+        try:
+            with own_errors():
+                return getattr(self._inference, method)(request, timeout=timeout_s)
+        except ConnectionLost:
+            if not self.has_others or not self.find_router(timeout_s):
+                raise
         with own_errors():
-            self._inference.DrainWorker(pb.DrainWorkerRequest(worker_id=worker_id, cancel=cancel), timeout=timeout_s)
+            return getattr(self._inference, method)(request, timeout=timeout_s)
 
     def healthy(self, timeout_s: float = 1.0) -> bool:
         """Whether the router answers in time that it serves. Never raises a PdserveError."""

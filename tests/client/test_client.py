@@ -462,6 +462,15 @@ class TestOtherCalls:
         assert client.model_info().eos_token_ids == [2]
         assert client.server_info().workers[0].worker_id == "decode-0"
 
+    def test_where_one_router_is_gone_the_next_one_is_asked(self, router: ScriptedRouter) -> None:
+        addresses = f"127.0.0.1:{unused_port()},{router.address}"
+        with Client(addresses) as client:
+            assert client.server_info().workers[0].worker_id == "decode-0"
+        assert run(lambda client: client.model_info(), addresses).eos_token_ids == [2]
+        gone = f"127.0.0.1:{unused_port()},127.0.0.1:{unused_port()}"
+        with Client(gone) as client, pytest.raises(Unavailable):
+            client.server_info(timeout_s=1.0)
+
     def test_abort_of_an_unknown_request_is_not_found(self, client: Client) -> None:
         client.abort("r1")
         with pytest.raises(NotFound, match="no request 'r2' in flight"):
