@@ -36,9 +36,10 @@ _FLAGS = (
         "-ffp-contract=off",
         "-fno-math-errno",
     ),  # contraction would change bits; without errno sqrtf is one instruction
-    *("-fno-tree-coalesce-vars", "-fno-ivopts"),  # gcc would move a product's sums about, and compute addresses apart
     *("-Wall", "-Wextra", "-Wno-psabi"),
 )
+# Where the compiler has them: gcc would move a product's sums about, and compute addresses apart.
+_GCC_FLAGS = ("-fno-tree-coalesce-vars", "-fno-ivopts")
 _LINK_FLAGS = ("-shared", "-pthread", "-lm")
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mfma")
 _AVX2 = ("-mavx2", "-mfma")
@@ -69,7 +70,7 @@ def library_path(definitions: Sequence[str] = ()) -> Path:
     digest = hashlib.blake2b(digest_size=_DIGEST_DIGITS // 2)
     for path in sorted(SOURCES.glob("*.[ch]")):
         digest.update(f"{path.name}\n".encode() + path.read_bytes())
-    digest.update(repr((_FLAGS, _LINK_FLAGS, _INSTRUCTION_SETS, tuple(definitions))).encode())
+    digest.update(repr((_FLAGS, _GCC_FLAGS, _LINK_FLAGS, _INSTRUCTION_SETS, tuple(definitions))).encode())
     return SOURCES / f"{_stem(definitions)}{digest.hexdigest()}.so"
 
 
@@ -84,7 +85,8 @@ def build(definitions: Sequence[str] = ()) -> tuple[Path, list[str]]:
             sets, notes = {}, []
         else:
             sets, notes = _known_sets(compiler, Path(folder), EMULATED in definitions)
-        objects = _compile_all(compiler, sets, definitions, Path(folder))
+        flags = (*_FLAGS, *(flag for flag in _GCC_FLAGS if _takes(compiler, (flag,), Path(folder))))
+        objects = _compile_all(compiler, flags, sets, definitions, Path(folder))
         _link(compiler, objects, library)
     for stale in SOURCES.glob(f"{_stem(definitions)}{'?' * _DIGEST_DIGITS}.so"):
         if stale != library:
@@ -105,17 +107,22 @@ def _compiler() -> str:
 
 def _known_sets(compiler: str, folder: Path, emulated: bool) -> tuple[dict[str, _InstructionSet], list[str]]:
     """The instruction sets whose flags the compiler takes, by source."""
-    probe = folder / "probe.c"
-    probe.write_text("#include <stdint.h>\n", encoding="ascii")
     known, notes = {}, []
     for each in _INSTRUCTION_SETS:
         flags = _emulation_flags() if emulated and each.source != "path_avx2.c" else each.flags
-        command = [compiler, *flags, "-c", str(probe), "-o", str(folder / "probe.o")]
-        if subprocess.run(command, capture_output=True, timeout=60).returncode == 0:
+        if _takes(compiler, flags, folder):
             known[each.source] = _InstructionSet(each.source, flags, each.definition)
         else:
             notes.append(f"{Path(compiler).name} does not know {' '.join(flags)}: built without {each.source}")
     return known, notes
+
+
+def _takes(compiler: str, flags: Sequence[str], folder: Path) -> bool:
+    """Whether the compiler knows these flags."""
+    probe = folder / "probe.c"
+    probe.write_text("#include <stdint.h>\n", encoding="ascii")
+    command = [compiler, *flags, "-c", str(probe), "-o", str(folder / "probe.o")]
+    return subprocess.run(command, capture_output=True, timeout=60).returncode == 0
 
 
 def _emulation_flags() -> tuple[str, ...]:
@@ -128,7 +135,7 @@ def _emulation_flags() -> tuple[str, ...]:
 
 
 def _compile_all(
-    compiler: str, sets: dict[str, _InstructionSet], definitions: Sequence[str], folder: Path
+    compiler: str, flags: Sequence[str], sets: dict[str, _InstructionSet], definitions: Sequence[str], folder: Path
 ) -> list[Path]:
     left_out = {each.source for each in _INSTRUCTION_SETS} - sets.keys()
     sources = [path for path in sorted(SOURCES.glob("*.c")) if path.name not in left_out]
@@ -136,8 +143,8 @@ def _compile_all(
 
     def compile_one(source: Path) -> Path:
         out = folder / f"{source.stem}.o"
-        flags = sets[source.name].flags if source.name in sets else ()
-        _run([compiler, *_FLAGS, *flags, *common, "-c", str(source), "-o", str(out)], f"cannot compile {source.name}")
+        own = sets[source.name].flags if source.name in sets else ()
+        _run([compiler, *flags, *own, *common, "-c", str(source), "-o", str(out)], f"cannot compile {source.name}")
         return out
 
     with ThreadPoolExecutor(os.cpu_count()) as threads:

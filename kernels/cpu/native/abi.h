@@ -22,8 +22,8 @@ struct pdk_exception {
     int32_t place; /* within its panel: k * 16 + output */
 };
 
-/* What compact panels have beside them. Panel p's exceptions, in the order of k, are those from panel_exceptions[p] up to
- * panel_exceptions[p + 1]. */
+/* What compact panels have beside them. Panel p's exceptions are those from panel_exceptions[p] up to
+ * panel_exceptions[p + 1], of each output in the order of k. */
 struct pdk_compact {
     uint8_t high_bytes[16];    /* what a code stands for */
     int32_t *panel_exceptions; /* [panels + 1] */

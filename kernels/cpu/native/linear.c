@@ -92,6 +92,8 @@ static void sum_split_products(const struct linear_job *job, int64_t first_row, 
     memset(sums, 0, (size_t)(rows * GROUP * PANEL * 4));
     for (int64_t part = 0; part < threads; part++) {
         const int64_t k = k_size / K_PAD * part / threads * K_PAD, k_end = k_size / K_PAD * (part + 1) / threads * K_PAD;
+        if (k == k_end)
+            continue;
         const char *chunk = panels + bytes_of_panel(k, linear->dtype);
         const struct panels slice = {&chunk, k_end - k, k_end - k, panel_bytes, panel_count, high_bytes};
         products->product(operand + k * products->operand_bytes, k_size, rows, &slice, part_sums, GROUP * PANEL, false);

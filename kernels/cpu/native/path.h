@@ -44,13 +44,14 @@ static inline int64_t bytes_of_panel(int64_t k, int64_t dtype)
 struct panels {
     const char *const *chunks;
     int64_t chunk_k;
-    int64_t k; /* in all; a multiple of the products' k_step */
+    int64_t k; /* in all; of a linear's a multiple of K_PAD, above zero */
     int64_t panel_bytes;
     int64_t panel_count;
     const uint8_t *high_bytes; /* of compact panels */
 };
 
-/* result[rows][panel_count * PANEL] = operand x panels, or += where `accumulate`. Strides in elements. */
+/* result[rows][panel_count * PANEL] = operand x panels, or += where `accumulate`. Strides in elements. Compact panels,
+ * which are a linear's, come in one chunk. */
 typedef void product_function(const void *operand, int64_t operand_stride, int64_t rows, const struct panels *panels,
                               float *result, int64_t result_stride, bool accumulate);
 
@@ -69,7 +70,6 @@ struct attention_task; /* cache.h */
 struct products {
     product_function *product;
     int64_t operand_bytes;                                             /* of one element */
-    int64_t k_step;                                                    /* what k must be a multiple of */
     int64_t query_rows;                                                /* rows of a query tile that suit the product */
     block_function *block_product;      /* NULL: as product */
     void (*store_operand)(const float *row, int64_t count, void *out); /* rounds to the dtype */

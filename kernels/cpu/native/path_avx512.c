@@ -49,9 +49,9 @@ const struct pdk_path avx512_path = {
     .end = nothing,
     .products =
         {
-            [PDK_FLOAT32] = {multiply_float32, 4, 2 * TURN, QUERY_ROWS, NULL, store_float32,
+            [PDK_FLOAT32] = {multiply_float32, 4, QUERY_ROWS, NULL, store_float32,
                              attend_scratch_float32, attend_float32, merge_float32},
-            [PDK_BFLOAT16] = {multiply_bfloat16, 2, PAIR_K_STEP, QUERY_ROWS, NULL, store_bfloat16,
+            [PDK_BFLOAT16] = {multiply_bfloat16, 2, QUERY_ROWS, NULL, store_bfloat16,
                               attend_scratch_bfloat16, attend_bfloat16, merge_bfloat16},
         },
     .rms_norm = rms_norm_row,

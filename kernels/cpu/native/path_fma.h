@@ -112,13 +112,12 @@ const struct pdk_path JOIN(PATH_NAME, _path) = {
     .end = nothing,
     .products =
         {
-            [PDK_FLOAT32] = {multiply_float32, 4, K_STEP, QUERY_ROWS, multiply_block_float32, store_float32,
+            [PDK_FLOAT32] = {multiply_float32, 4, QUERY_ROWS, multiply_block_float32, store_float32,
                              attend_scratch_float32, attend_float32, merge_float32},
-            [PDK_BFLOAT16] = {multiply_bfloat16, 4, K_STEP, QUERY_ROWS, multiply_block_bfloat16, store_rounded,
+            [PDK_BFLOAT16] = {multiply_bfloat16, 4, QUERY_ROWS, multiply_block_bfloat16, store_rounded,
                               attend_scratch_bfloat16, attend_bfloat16, merge_bfloat16},
             [PDK_COMPACT] = {.product = multiply_compact,
                              .operand_bytes = 4,
-                             .k_step = COMPACT_K,
                              .block_product = multiply_block_compact,
                              .store_operand = store_rounded,
                              .add_exceptions = add_exceptions},

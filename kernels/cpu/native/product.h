@@ -28,14 +28,19 @@ enum kind {
     DOTTED,   /* bfloat16 pairs on both sides, two products an instruction */
 };
 
-/* Of a panel's lines: how many a turn of the inner loop takes, the values of K of one, and its bytes. */
-INLINE int turn_lines(const enum kind kind) { return kind == PLAIN ? 2 * TURN : kind == COMPACT ? COMPACT_LINES : TURN; }
+/* A line is what the inner loop takes of a panel in one step, one or two values of K: how many lines a turn takes, the
+ * values of K of one, and its bytes. */
+INLINE int turn_lines(const enum kind kind)
+{
+    return kind == PLAIN ? 2 * TURN : kind == COMPACT ? COMPACT_LINES : TURN;
+}
 INLINE int line_values(const enum kind kind) { return kind == PLAIN ? 1 : 2; }
 INLINE int line_bytes(const enum kind kind) { return kind == COMPACT ? COMPACT_UNIT / COMPACT_LINES : LINE; }
 
 /* Where the operand's rows are. Each has a pointer, and one offset goes on for all of them: an address is a sum that an
- * instruction makes on its way, and a turn takes one addition. Where there are too few registers for that, a pointer stands
- * for two rows and goes on itself. The compiler must not see what they have in common, or it adds instructions of its own. */
+ * instruction makes on its way, and a turn takes one addition. Where there are too few registers for that, a pointer
+ * stands for two rows and goes on itself. The compiler must not see what they have in common, or it adds instructions
+ * of its own. */
 enum { POINTER_ROWS = MOST_ROWS > 6 ? 2 : 1, POINTERS = (MOST_ROWS + POINTER_ROWS - 1) / POINTER_ROWS };
 
 struct row_places {
@@ -79,17 +84,17 @@ INLINE void load_compact(const char *unit, const int line, const uint8_t *high_b
 {
 #if LANES == 8 && defined(__AVX2__)
     const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)high_bytes));
-    const __m256i low = (__m256i)vu_load(unit + line * COMPACT_PAIRS);
-    const __m256i codes = (__m256i)(vu_load(unit + COMPACT_LINES * COMPACT_PAIRS) >> line * 4);
+    const __m256i low = (__m256i)vu_load(unit + line * COMPACT_PART);
+    const __m256i codes = (__m256i)(vu_load(unit + COMPACT_LINES * COMPACT_PART) >> line * 4);
     const __m256i high = _mm256_shuffle_epi8(table, codes & _mm256_set1_epi8(15));
     pairs[0] = (vu)_mm256_unpacklo_epi8(low, high);
     pairs[1] = (vu)_mm256_unpackhi_epi8(low, high);
 #else
-    const char *codes = unit + COMPACT_LINES * COMPACT_PAIRS;
+    const char *codes = unit + COMPACT_LINES * COMPACT_PART;
     uint16_t values[2 * PANEL];
     for (int i = 0; i < 2 * PANEL; i++) {
         const int64_t place = compact_place(i / 2, i % 2);
-        const uint8_t low = (uint8_t)unit[line * COMPACT_PAIRS + place], code = (uint8_t)codes[place] >> line * 4 & 15;
+        const uint8_t low = (uint8_t)unit[line * COMPACT_PART + place], code = (uint8_t)codes[place] >> line * 4 & 15;
         values[i] = (uint16_t)(high_bytes[code] << 8 | low);
     }
     memcpy(pairs, values, sizeof values);
@@ -110,8 +115,8 @@ INLINE void load_line(const enum kind kind, const int vectors, const int line, c
     }
 }
 
-/* acc += a line of the panels times the operand's one or two values of K. `kept`, if not NULL: where the turn's weights are
- * stored as float32. */
+/* acc += a line of the panels times the operand's one or two values of K. `kept`, if not NULL: where the turn's weights
+ * are stored as float32. */
 INLINE void add_products(const enum kind kind, const int rows, const int vectors, const int line, const char *panel,
                          int64_t panel_bytes, const uint8_t *high_bytes, const struct row_places *operand,
                          int64_t offset, float *kept, vf acc[MOST_ROWS][2 * PANEL_VECTORS])
@@ -151,8 +156,8 @@ INLINE void add_products(const enum kind kind, const int rows, const int vectors
     }
 }
 
-/* `rows` rows times `panel_count` panels from `first_panel` on; both constants where it is called. Where the rows are so few
- * that it may wait for memory, it fetches the panels some way ahead. */
+/* `rows` rows times `panel_count` panels from `first_panel` on; both constants where it is called. Where the rows are
+ * so few that it may wait for memory, it fetches the panels some way ahead. */
 INLINE void multiply_tile(const enum kind kind, const int rows, const int panel_count, const char *operand,
                           int64_t operand_stride, const struct panels *panels, int64_t first_panel, float *result,
                           int64_t result_stride, bool accumulate)
@@ -182,7 +187,8 @@ INLINE void multiply_tile(const enum kind kind, const int rows, const int panel_
                 for (int p = 0; p < panel_count; p++)
                     if (streams)
                         __builtin_prefetch(panel + line * bytes + p * panel_bytes + ahead);
-                add_products(kind, rows, vectors, line, panel, panel_bytes, NULL, &places, line * operand_step, NULL, acc);
+                add_products(kind, rows, vectors, line, panel, panel_bytes, NULL, &places, line * operand_step, NULL,
+                             acc);
             }
             panel += turn * bytes;
             advance(rows, turn * operand_step, &places);
@@ -210,10 +216,11 @@ struct ahead {
     const char *then;
 };
 
-/* A tile of one or two panels in one chunk. In a function of its own, whose loop runs at least once, the compiler leaves
- * the accumulators in their registers from beginning to end. `keeps`: the panel goes to `kept` in float32. */
-INLINE void multiply_whole(const enum kind kind, const int rows, const int panel_count,
-                           const enum fetching fetching, const bool keeps, const char *operand, int64_t operand_stride, const char *panel,
+/* A tile of one or two panels in one chunk; `k` is above zero. In a function of its own, whose loop runs at least once,
+ * the compiler leaves the accumulators in their registers from beginning to end. `keeps`: the panel goes to `kept` in
+ * float32. */
+INLINE void multiply_whole(const enum kind kind, const int rows, const int panel_count, const enum fetching fetching,
+                           const bool keeps, const char *operand, int64_t operand_stride, const char *panel,
                            int64_t panel_bytes, int64_t k, const uint8_t *high_bytes, struct ahead ahead, float *kept,
                            float *result, int64_t result_stride, bool accumulate)
 {
@@ -264,8 +271,8 @@ ONE_COPY void multiply_whole_tile(const char *operand, int64_t operand_stride, c
                                   float *result, int64_t result_stride, bool accumulate)
 {
     const struct ahead nothing = {0};
-    multiply_whole(PLAIN, NARROW_ROWS, 1, NOTHING, false, operand, operand_stride, panel, 0, k, NULL, nothing, NULL, result,
-                   result_stride, accumulate);
+    multiply_whole(PLAIN, NARROW_ROWS, 1, NOTHING, false, operand, operand_stride, panel, 0, k, NULL, nothing, NULL,
+                   result, result_stride, accumulate);
 }
 
 /* One of the sizes that tiles of up to `tile_rows` rows have; others are left out when this is compiled. */
