@@ -120,19 +120,23 @@ th { color: #6b7280; }
 @BODY@
 </body></html>
 """
-_SVG_WIDTH, _SVG_LEFT, _ROW_HEIGHT = 1000, 200, 16
+_SVG_WIDTH, _SVG_LEFT, _ROW_HEIGHT, _LETTER_WIDTH = 1000, 200, 16, 7
 
 
 def _section(verdict: Verdict, panels: Sequence[Panel]) -> str:
     heading = f'<h2>{html.escape(verdict.drill)} <span class="{verdict.status}">{verdict.status}</span></h2>'
     reasons = "".join(f"<li>{html.escape(reason)}</li>" for reason in verdict.reasons)
     figures = "".join(
-        f"<tr><th>{html.escape(name)}</th><td>{html.escape(str(value))}</td></tr>"
+        f"<tr><th>{html.escape(name)}</th><td>{html.escape(_in_words(value))}</td></tr>"
         for name, value in verdict.as_dict().items()
         if name not in ("drill", "status", "reasons") and value not in (None, {})
     )
     pictures = "".join(f"<h3>{html.escape(panel.title)}</h3>{_svg(panel)}" for panel in panels)
     return f"<section>{heading}<ul>{reasons}</ul><table>{figures}</table>{pictures}</section>"
+
+
+def _in_words(value: object) -> str:
+    return ", ".join(f"{key} {each}" for key, each in value.items()) if isinstance(value, dict) else str(value)
 
 
 def _svg(panel: Panel) -> str:
@@ -143,11 +147,14 @@ def _svg(panel: Panel) -> str:
         return _SVG_LEFT + share * (_SVG_WIDTH - _SVG_LEFT - 10)
 
     shapes = [shape for number, row in enumerate(panel.rows, 1) for shape in _svg_row(row, number * _ROW_HEIGHT, x)]
-    for mark in panel.marks:
+    labelled = 0.0  # up to where marks' words reach: where they would overlap, the line alone is drawn
+    for mark in sorted(panel.marks, key=lambda each: each.at_s):
         at, title = x(mark.at_s), html.escape(f"{mark.fault} {mark.victim}, {mark.phase}")
         line = f'<line x1="{at:.1f}" x2="{at:.1f}" y1="12" y2="{height - 12}" stroke="#b3261e">'
         shapes.append(f"{line}<title>{title}</title></line>")
-        shapes.append(f'<text x="{at + 3:.1f}" y="11" fill="#b3261e">{html.escape(mark.fault)}</text>')
+        if at >= labelled:
+            shapes.append(f'<text x="{at + 3:.1f}" y="11" fill="#b3261e">{html.escape(mark.fault)}</text>')
+            labelled = at + 3 + _LETTER_WIDTH * len(mark.fault)
     shapes.append(f'<text x="{_SVG_LEFT}" y="{height - 3}">0 s</text>')
     shapes.append(f'<text x="{_SVG_WIDTH - 50}" y="{height - 3}">{panel.span_s:.1f} s</text>')
     return f'<svg viewBox="0 0 {_SVG_WIDTH} {height}" role="img">{"".join(shapes)}</svg>'
