@@ -42,6 +42,7 @@ app.add_typer(bench_cli.app, name="bench")
 app.add_typer(drill_cli.app, name="drill")
 _out = Console(highlight=False)
 _err = Console(stderr=True, highlight=False, soft_wrap=True)
+_DRAIN_LOOK_S = 0.1  # a router tells nobody that a worker is drained: it is asked
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="TOML file; flags override it.")]
 AddressOption = Annotated[
@@ -225,7 +226,7 @@ def _wait_drained(client: Client, worker_id: str, timeout_s: float) -> None:
         busy = worker is not None and (worker.requests or worker.queue or worker.blocks.leased)
         if worker is None or worker.state == "lost" or (worker.state == "draining" and not busy):
             return
-        time.sleep(0.1)
+        time.sleep(_DRAIN_LOOK_S)
     raise DeadlineExceeded(f"{worker_id} has still requests after {timeout_s:g} s; it goes on draining")
 
 

@@ -124,15 +124,17 @@ class Client:
         self._ask("DrainWorker", pb.DrainWorkerRequest(worker_id=worker_id, cancel=cancel), timeout_s)
 
     def _ask(self, method: str, request: Message, timeout_s: float) -> Any:
-        """A call that may be made twice: where the current router is lost, it goes to the next one that serves."""
+        """A call that may be made twice: where the current router is lost, it goes to the next one that serves, within
+        `timeout_s` in all."""
+        deadline = self._clock.now() + timeout_s
         try:
             with own_errors():
                 return getattr(self._inference, method)(request, timeout=timeout_s)
         except ConnectionLost:
-            if not self.has_others or not self.find_router(timeout_s):
+            if not self.has_others or not self.find_router(deadline - self._clock.now()):
                 raise
         with own_errors():
-            return getattr(self._inference, method)(request, timeout=timeout_s)
+            return getattr(self._inference, method)(request, timeout=max(0.0, deadline - self._clock.now()))
 
     def healthy(self, timeout_s: float = 1.0) -> bool:
         """Whether the router answers in time that it serves. Never raises a PdserveError."""

@@ -471,6 +471,13 @@ class TestOtherCalls:
         with Client(gone) as client, pytest.raises(Unavailable):
             client.server_info(timeout_s=1.0)
 
+    def test_looking_for_another_router_takes_from_the_calls_own_time(self, router: ScriptedRouter) -> None:
+        addresses = f"127.0.0.1:{unused_port()},{router.address}"
+        with Client(addresses, clock=SteppingClock()) as client:
+            with pytest.raises(Unavailable):
+                client.server_info(timeout_s=1.0)  # two readings later
+            assert client.server_info(timeout_s=DEADLINE_S).version == "1"
+
     def test_abort_of_an_unknown_request_is_not_found(self, client: Client) -> None:
         client.abort("r1")
         with pytest.raises(NotFound, match="no request 'r2' in flight"):

@@ -47,6 +47,14 @@ def test_a_round_without_requests_is_drawn_too():
     assert len(draw([Panel("nothing", (), ())])) == 2
 
 
+def test_the_page_says_phases_in_words_and_writes_no_mark_over_another():
+    marks = tuple(Mark(at_s, "crash", "decode-0", "first crash", hit=True) for at_s in (2.6, 2.5, 9.0))
+    document = page([judge("poison", Evidence(marks=marks), Rules())], [[Panel("poisoned", (CALM,), marks)]])
+    assert "first crash 3/3" in document
+    assert document.count("<line") == 3
+    assert document.count(">crash</text>") == 2
+
+
 def test_the_page_holds_verdict_and_picture_and_nothing_from_elsewhere():
     verdict = judge("kill-<b>", Evidence(problems=("a < b",)), Rules(), seed=5)
     document = page([verdict], [[PANEL]])
