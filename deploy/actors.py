@@ -5,8 +5,6 @@ No request, token or KV passes through Ray; its calls serve starting, stopping a
 
 from __future__ import annotations
 
-import deploy.ray_environment  # noqa: F401  isort: skip - before ray
-
 import asyncio
 import threading
 from collections.abc import Coroutine

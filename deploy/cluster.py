@@ -8,8 +8,6 @@ Custom resources place the actors, not CPUs: four actors on two cores must not w
 
 from __future__ import annotations
 
-import deploy.ray_environment  # noqa: F401  isort: skip - before ray
-
 import contextlib
 import logging
 import os

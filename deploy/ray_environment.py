@@ -1,8 +1,10 @@
-"""What Ray and gRPC read from the environment when they start. Import this module before `ray`; it does the rest."""
+"""What Ray and gRPC read from the environment when they are imported. Importing any part of `deploy` sets it first."""
 
 from __future__ import annotations
 
 import os
+import sys
+import warnings
 
 _SETTINGS = {
     # Nothing leaves this machine.
@@ -14,9 +16,18 @@ _SETTINGS = {
     "RAY_worker_niceness": "0",
     # Ray prints a paragraph into the terminal for every killed worker. Here that is an event like others; it is logged.
     "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed",
-    # A fork here is followed by an exec. gRPC's handlers round it only get in the way, in Ray's child processes too.
+    # Ray forks this process to start its own. While other threads call into gRPC, gRPC's fork handlers can crash the
+    # child before its exec, which Ray does not notice: it waits for 30 s, then gives up. Without handlers none crashes.
     "GRPC_ENABLE_FORK_SUPPORT": "0",
 }
+
+if "grpc" in sys.modules and "GRPC_ENABLE_FORK_SUPPORT" not in os.environ:
+    warnings.warn(
+        "grpc was imported before deploy, with its fork handlers on: now and then Ray will not start. Import deploy "
+        "first, or set GRPC_ENABLE_FORK_SUPPORT=0",
+        RuntimeWarning,
+        stacklevel=1,
+    )
 
 for _name, _value in _SETTINGS.items():
     os.environ.setdefault(_name, _value)

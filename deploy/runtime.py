@@ -154,12 +154,15 @@ class RuntimeDirectory:
 
     def ray_complaints(self) -> str:
         """The last warnings and errors of Ray's own processes, a line each; they go with the directory."""
+        logs = self.ray / "session_latest" / "logs"
         found = []
         for name in ("gcs_server.out", "gcs_server.err", "raylet.out", "raylet.err"):
             with contextlib.suppress(FileNotFoundError):
-                text = (self.ray / "session_latest" / "logs" / name).read_text(errors="replace")
+                text = (logs / name).read_text(errors="replace")
                 lines = [line for line in text.splitlines() if name.endswith(".err") or _COMPLAINT.match(line)]
                 found += [f"{name}: {line.strip()}" for line in lines[-_COMPLAINTS:]]
+        if not (logs / "gcs_server.out").exists():
+            found.append("gcs_server, the first of Ray's processes, ended before it could log a line")
         return "\n".join(found) or "Ray's processes logged no warning"
 
     def remove(self) -> None:

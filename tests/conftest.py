@@ -2,6 +2,7 @@
 
 import pytest
 
+import deploy  # noqa: F401  first of all: what it sets, gRPC reads when it is imported
 from support.checkpoints import write_small_checkpoint
 from support.seeds import Seeds
 

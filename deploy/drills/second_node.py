@@ -6,8 +6,6 @@ an address that other hosts can reach, and this cluster is on loopback alone.
 
 from __future__ import annotations
 
-import deploy.ray_environment  # noqa: F401  isort: skip - before ray
-
 import signal
 import sys
 

@@ -1,5 +1,8 @@
 """A cluster that cannot start says so and leaves nothing behind."""
 
+import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -9,6 +12,31 @@ import ray
 from deploy.cluster import LocalCluster
 from pdserve.config import Config
 from pdserve.errors import Unavailable
+
+WHEN_GRPC_COMES = """
+import os, sys
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "grpc":
+            print("fork support:", os.environ.get("GRPC_ENABLE_FORK_SUPPORT"))
+sys.meta_path.insert(0, Watch())
+"""
+
+
+def run_python(code):
+    environment = {name: value for name, value in os.environ.items() if name != "GRPC_ENABLE_FORK_SUPPORT"}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("module", ["deploy.cli", "deploy.cluster", "deploy.demo", "deploy.failover_bench"])
+def test_grpcs_fork_handlers_are_off_before_grpc_is_imported(module):
+    """With them on, a child that Ray forks crashes now and then before its exec, and Ray does not start."""
+    assert run_python(f"{WHEN_GRPC_COMES}\nimport {module}").stdout == "fork support: 0\n"
+
+
+def test_importing_grpc_before_deploy_is_warned_of():
+    assert "RuntimeWarning: grpc was imported before deploy" in run_python("import grpc, deploy").stderr
+    assert run_python("import deploy, grpc, deploy.cluster").stderr == ""
 
 
 def test_ray_that_does_not_come_up_is_a_plain_error(monkeypatch, small_checkpoint):
@@ -30,5 +58,6 @@ def test_ray_that_does_not_come_up_is_a_plain_error(monkeypatch, small_checkpoin
         with pytest.raises(Unavailable, match="Ray did not start: The current node timed out") as caught:
             LocalCluster(Config().override(sections, "test"))
         assert "raylet.out: [2026-01-01 E 1 1] (raylet) no port is free" in str(caught.value)
+        assert "gcs_server, the first of Ray's processes, ended before it could log a line" in str(caught.value)
         assert "fine" not in str(caught.value)
         assert list(Path(folder).iterdir()) == []
