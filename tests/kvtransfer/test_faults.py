@@ -17,13 +17,16 @@ from kvtransfer.transports.faulty import FaultyTransport
 from kvtransfer.transports.memory import MemoryNetwork
 from pdserve.clock import SystemClock
 from pdserve.errors import TransferError
-from support.kv_faults import CHUNK_TOKENS, FAULTS, LEASE_AFTER_S, PHASES, TOKEN_COUNT, FaultCase, Phase
+from support.clusters import wait_for
+from support.kv_faults import CHUNK_TOKENS, FAULTS, FRUITLESS_S, LEASE_AFTER_S, PHASES, TOKEN_COUNT, FaultCase, Phase
 from support.kv_links import CONFIG, LAYOUT, TOKENS, Expecting, Outcome, make_link, open_sender, running, send_all
 from support.kv_store import FakeStore
 
 TTL_S = CONFIG.ticket_ttl_ms / 1000
-ENDS_WITHIN_S = LEASE_AFTER_S + 2 * TTL_S + 2.0
+ENDS_WITHIN_S = LEASE_AFTER_S + FRUITLESS_S + 2 * TTL_S + 2.0
+WAITING_STRIKES = 3  # of a fault without a count, before the blocks come
 IDS = list(range(TOKEN_COUNT))
+WAITING = PHASES["waiting for blocks"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,11 @@ class Disturbed:
     source: FakeStore
     sent: Outcome
     expecting: Expecting
+
+    def lease_once_struck(self, case: FaultCase) -> None:
+        """For a fault that strikes while blocks are awaited: however slow this machine, it strikes first."""
+        wait_for(lambda: self.faulty.injected[case.fault] >= (case.count or WAITING_STRIKES), "the fault strikes")
+        self.expecting.lease_now()
 
     def check(self, case: FaultCase, until: float) -> None:
         received = self.expecting.ended.wait(until - time.monotonic())
@@ -60,7 +68,7 @@ def disturbed(case: FaultCase, phase: Phase) -> Iterator[Disturbed]:
     at_prefill = phase.side == "prefill"
     prefill, decode = make_link(faulty if at_prefill else sound), make_link(sound if at_prefill else faulty)
     with running(prefill, decode):
-        expecting = Expecting(decode, IDS, lease_after_s=LEASE_AFTER_S)
+        expecting = Expecting(decode, IDS, lease=phase != WAITING, lease_after_s=LEASE_AFTER_S)
         source = FakeStore.random(LAYOUT, TOKEN_COUNT, seed=1)
         sent = Outcome(then=source.close)
         open_sender(prefill, expecting.ticket, IDS, source, sent)
@@ -74,6 +82,7 @@ def test_fault_in_any_phase_ends_in_time_with_right_bytes_or_a_typed_error(name:
     case, until = FAULTS[name], time.monotonic() + ENDS_WITHIN_S
     with ExitStack() as stack:
         runs = {phase: stack.enter_context(disturbed(case, PHASES[phase])) for phase in PHASES}
+        runs["waiting for blocks"].lease_once_struck(case)
         for phase, run in runs.items():
             print(phase)  # shown where the check fails
             run.check(case, until)

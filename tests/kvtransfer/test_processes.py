@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from support.kv_faults import FAULTS, LEASE_AFTER_S, PHASES, TOKEN_COUNT
+from support.kv_faults import FAULTS, FRUITLESS_S, LEASE_AFTER_S, PHASES, TOKEN_COUNT
 from support.kv_links import LAYOUT
 from support.kv_process import KvProcess, KvSource, Signal, digest_of, kv_source, process_config
 from support.kv_store import FakeStore
@@ -59,7 +59,7 @@ def fork(source: KvSource) -> Iterator[Fork]:
 
 
 def ends_within_s(payload: str) -> float:
-    return LEASE_AFTER_S + 3 * process_config(payload).ticket_ttl_ms / 1000 + 2.0
+    return LEASE_AFTER_S + FRUITLESS_S + 3 * process_config(payload).ticket_ttl_ms / 1000 + 2.0
 
 
 def phases_of(payload: str, phases: dict[str, Any]) -> dict[str, Any]:

@@ -11,11 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtransfer.frames import Ack, Commit, Credit, Layer, Open, Ping
+from kvtransfer.receiver import MAX_FRUITLESS_ROUNDS
 from kvtransfer.transports.faulty import Fault, FaultRule
+from support.kv_links import CONFIG
 
 TOKEN_COUNT = 70
 CHUNK_TOKENS = 24
 LEASE_AFTER_S = 0.15  # some probes long
+# How long a receiver asks for what never comes. A round takes some probes, because what is lost uses up the window.
+FRUITLESS_S = MAX_FRUITLESS_ROUNDS * 4 * CONFIG.ping_interval_ms / 1000
 
 
 @dataclass(frozen=True, slots=True)

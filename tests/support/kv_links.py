@@ -147,7 +147,7 @@ class Expecting:
 
     def _on_need_blocks(self) -> None:
         assert self._issued.wait(WAIT_S)
-        if self._lease_after_s:
+        if self._lease and self._lease_after_s:
             threading.Timer(self._lease_after_s, self.lease_now).start()
         elif self._lease:
             self.lease_now()
