@@ -20,6 +20,10 @@ from pdserve import crash_report, logs
 from pdserve.errors import ConfigError
 from pdserve.tracing import TraceEvent
 
+# A call of these that finds its actor restarting waits for it; without, Ray refuses it, although whoever asks means to
+# wait, and a restarted actor serves some moments before its driver hears of it.
+_WAITS_FOR_A_RESTART = ray.method(max_task_retries=-1)
+
 
 @ray.remote
 class WorkerActor:
@@ -40,6 +44,7 @@ class WorkerActor:
         except ConfigError as error:
             self._error = error  # for `ready` to tell: an actor that dies in its constructor only says that it died
 
+    @_WAITS_FOR_A_RESTART
     def ready(self) -> str:
         """The incarnation, once the worker serves. Raises ConfigError where it cannot."""
         if self._error is not None:
@@ -74,12 +79,14 @@ class RouterActor:
         except ConfigError as error:
             self._error = error
 
+    @_WAITS_FOR_A_RESTART
     def ready(self) -> str:
         """The gRPC address, once it listens. Raises ConfigError where it cannot."""
         if self._error is not None:
             raise self._error
         return self._router.grpc_address
 
+    @_WAITS_FOR_A_RESTART
     def wait_members(self, worker_ids: frozenset[str], timeout_s: float) -> bool:
         """Wait until all these workers have joined; False if time ran out."""
         try:

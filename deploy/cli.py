@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -91,6 +92,12 @@ def up(
         _run_cluster(settings, json_output)
 
 
+def _terminate(processes: Sequence[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+
+
 @app.command()
 def down(config: ConfigOption = None, runtime_dir: RuntimeOption = "") -> None:
     """Stop the cluster on this machine. Leaves no process, Ray session or shared memory behind."""
@@ -102,7 +109,7 @@ def down(config: ConfigOption = None, runtime_dir: RuntimeOption = "") -> None:
         supervisor.send_signal(signal.SIGTERM)
         psutil.wait_procs([supervisor], timeout=30.0)
     leftover = runtime.processes()
-    stop_processes(runtime, lambda: [process.terminate() for process in leftover])
+    stop_processes(runtime, lambda: _terminate(leftover))
     runtime.remove()
     if supervisor is None and not leftover:
         _err.print("no cluster runs here")

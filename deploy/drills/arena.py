@@ -32,6 +32,7 @@ from pdserve.tracing import TraceEvent
 
 LOOK_S = 0.01
 _LOOK_TIMEOUT_S = 1.0
+_LOOKS = 5  # at a process that has to be there: on a busy machine it may be away for a second
 
 
 class Node(Protocol):
@@ -122,10 +123,12 @@ class Arena:
         return workers[max(requests, key=lambda each: requests[each])] if requests else None
 
     def router_process(self, number: int) -> Process:
-        info = _info(self._clients[number])
-        if info is None:
-            raise Unavailable(f"router {number} at {self.addresses[number]} does not answer")
-        return Process(f"router-{number}", info.pid)
+        """Raises Unavailable where it does not answer."""
+        for _ in range(_LOOKS):
+            info = _info(self._clients[number])
+            if info is not None:
+                return Process(f"router-{number}", info.pid)
+        raise Unavailable(f"router {number} at {self.addresses[number]} does not answer")
 
     def process_named(self, name: str) -> int | None:
         """The pid of the cluster's process of this name."""
@@ -276,12 +279,14 @@ def _info(client: Client) -> ServerInfo | None:
 
 
 def wait_for(condition: Callable[[], object], timeout_s: float) -> bool:
-    """Look until it is true; False when the time is over."""
+    """Look until it is true; False when a look that began after that time was not."""
     deadline = time.monotonic() + timeout_s
+    last = False
     while not condition():
-        if time.monotonic() >= deadline:
+        if last:
             return False
         time.sleep(LOOK_S)
+        last = time.monotonic() >= deadline
     return True
 
 

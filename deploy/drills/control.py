@@ -9,7 +9,7 @@ from deploy.drills.faults import process_of
 from deploy.drills.load import Recording, background, probe
 from deploy.drills.phases import PHASE_TIMEOUT_S
 from deploy.drills.stage import Round, Stage
-from deploy.drills.workers import MID_DECODE, MID_TOKENS, STEADY_TOKENS
+from deploy.drills.workers import MID_DECODE, MID_TOKENS, STEADY_TOKENS, TRIES
 from pdserve.errors import Unavailable
 from pdserve.rpc.inference_pb2 import WorkerStatus
 
@@ -21,11 +21,13 @@ _DRAIN_TIMEOUT_S = 60.0
 
 def kill_router(stage: Stage) -> None:
     """SIGKILL a router, in mid-decode and before a request's first token: its clients go on at another one."""
-    _kill_router_in_mid_decode(stage)
-    _kill_router_before_tokens(stage)
+    for phase_of in (_kill_router_in_mid_decode, _kill_router_before_tokens):
+        for number in range(TRIES):
+            if any(injected.hit for injected in phase_of(stage, number).injector.injected):
+                break
 
 
-def _kill_router_in_mid_decode(stage: Stage) -> None:
+def _kill_router_in_mid_decode(stage: Stage, number: int) -> Round:
     settings = stage.settings
 
     def disturb(round_: Round) -> None:
@@ -35,24 +37,25 @@ def _kill_router_in_mid_decode(stage: Stage) -> None:
         round_.run.wait()
         injected.hit = any(_resumed(each) for each in its_own)
 
-    stage.play(MID_DECODE, background(settings.seed, settings.streams, settings.scale), disturb)
+    return stage.play(MID_DECODE, background(settings.seed, settings.streams, settings.scale), disturb)
 
 
-def _kill_router_before_tokens(stage: Stage) -> None:
+def _kill_router_before_tokens(stage: Stage, number: int) -> Round:
     settings = stage.settings
-    aim = probe(settings.seed, "router-before-tokens", settings.scale)
+    aim = probe(settings.seed, f"router-before-tokens-{number}", settings.scale)  # none that a prefix cache knows
 
     def disturb(round_: Round) -> None:
         *others, recording = round_.run.recordings
         round_.run.wait_tokens(others, STEADY_TOKENS, PHASE_TIMEOUT_S)
         round_.run.release(recording)
-        if wait_for(lambda: stage.arena.busy("prefill"), PHASE_TIMEOUT_S):
+        wait_for(lambda: stage.arena.busy("prefill") or recording.ended_s is not None, PHASE_TIMEOUT_S)
+        if recording.live:
             early = not recording.token_count
             injected = round_.injector.kill(stage.arena.router_process(recording.router), BEFORE_TOKENS)
             round_.run.wait()
             injected.hit = early and _resumed(recording)
 
-    stage.play(BEFORE_TOKENS, [*background(settings.seed, settings.streams, settings.scale), aim], disturb)
+    return stage.play(BEFORE_TOKENS, [*background(settings.seed, settings.streams, settings.scale), aim], disturb)
 
 
 def drain(stage: Stage) -> None:

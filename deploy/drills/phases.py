@@ -17,8 +17,8 @@ PHASE_TIMEOUT_S = 20.0
 
 
 class ProbeSight:
-    """Looks for one request that is about to be sent. What does not come in time is None. Where a cluster shows no
-    traces, only `queued` is ever seen."""
+    """Looks for one request that is about to be sent. What does not come in time, or before the request has ended, is
+    None. Where a cluster shows no traces, only `queued` is ever seen."""
 
     def __init__(self, arena: Arena, recording: Recording) -> None:
         self.recording = recording
@@ -74,6 +74,7 @@ class ProbeSight:
             worker = look()
             if worker is not None:
                 found.append(worker)
-            return bool(found)
+            return bool(found) or self.recording.ended_s is not None
 
-        return found[0] if wait_for(seen, PHASE_TIMEOUT_S) else None
+        wait_for(seen, PHASE_TIMEOUT_S)
+        return found[0] if found else None

@@ -14,7 +14,7 @@ from pdserve.rpc.inference_pb2 import WorkerStatus
 
 BEFORE, DURING, AFTER, MID_DECODE = "before transfer", "during transfer", "after transfer", "mid-decode"
 
-_TRIES = 3  # of a phase that was missed
+TRIES = 3  # of a phase that was missed
 STEADY_TOKENS = 2  # after which a request has no transfer any more
 MID_TOKENS = 10
 DETECT_TIMEOUT_S = 6.0  # several times router.worker_timeout_ms: who is slower does not look
@@ -94,7 +94,7 @@ def aimed(stage: Stage, aim: Aim, strike: Strike) -> None:
     by."""
     if not stage.arena.has_traces:
         return
-    for number in range(1, _TRIES + 1):
+    for number in range(1, TRIES + 1):
         shot = _Shot(stage, aim, strike, number)
         stage.play(aim.phase, shot.asks, shot.disturb)
         if shot.has_hit():
@@ -129,7 +129,7 @@ class _Shot:
 
 
 def mid_decode(stage: Stage, role: str, strike: Strike) -> None:
-    """A round in which the strike falls on the busiest worker of a role while its streams flow."""
+    """Rounds in which the strike falls on the busiest worker of a role while its streams flow, until one has hit."""
     settings = stage.settings
     struck: list[tuple[Injected, list[Recording]]] = []
 
@@ -140,9 +140,12 @@ def mid_decode(stage: Stage, role: str, strike: Strike) -> None:
         if victim is not None:
             struck.append((strike(stage, round_, victim, MID_DECODE), flowing))
 
-    stage.play(MID_DECODE, background(settings.seed, settings.streams, settings.scale), disturb)
-    for injected, flowing in struck:
-        injected.hit = any(stage.failed_over(recording) for recording in flowing)
+    for _ in range(TRIES):
+        stage.play(MID_DECODE, background(settings.seed, settings.streams, settings.scale), disturb)
+        for injected, flowing in struck:
+            injected.hit = any(stage.failed_over(recording) for recording in flowing)
+        if any(injected.hit for injected, _ in struck):
+            return
 
 
 def _decode_aims(stage: Stage) -> tuple[Aim, ...]:

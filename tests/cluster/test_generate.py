@@ -1,6 +1,7 @@
 """What a client gets from a running cluster."""
 
 import random
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from pdserve.errors import AlreadyExists, Cancelled, DeadlineExceeded, InvalidArgument, NotFound
 from pdserve.types import FinishReason
 from router.text import Tokenizer
-from support.clusters import wait_for
+from support.clusters import Missed, aimed, wait_for
 
 pytestmark = pytest.mark.cluster
 
@@ -80,20 +81,30 @@ def test_one_token_is_computed_by_prefill_and_streamed_by_decode(client):
     assert len(result.token_ids) == len(result.logprobs) == 1
 
 
+def seconds_until_idle(cluster):
+    """How long it takes until no request runs and no block is leased."""
+    begin = time.monotonic()
+    wait_for(lambda: not cluster.info().running_requests, "the router's notice")
+    wait_for(lambda: not any(worker.blocks.leased for worker in cluster.info().workers), "the leases' return")
+    return time.monotonic() - begin
+
+
+@aimed
 def test_a_client_that_goes_away_frees_its_blocks_within_a_second(cluster, client):
     stream = client.generate("Once", temperature=0, max_tokens=2000, ignore_eos=True)
     for delta in stream:
         assert delta.token_ids
         break
-    wait_for(lambda: not cluster.info().running_requests, "the router's notice", timeout_s=1.0)
-    leased = lambda: sum(worker.blocks.leased for worker in cluster.info().workers)  # noqa: E731
-    wait_for(lambda: not leased(), "the leases' return", timeout_s=1.5)
+    if seconds_until_idle(cluster) > 1.0:
+        raise Missed("something was away for a while")
 
 
+@aimed
 def test_a_deadline_ends_the_work_too(cluster, client):
     with pytest.raises(DeadlineExceeded):
         client.complete("Once", temperature=0, max_tokens=2000, ignore_eos=True, timeout_s=0.5)
-    wait_for(lambda: not cluster.info().running_requests, "the router's notice", timeout_s=1.0)
+    if seconds_until_idle(cluster) > 1.0:
+        raise Missed("something was away for a while")
 
 
 def test_abort_ends_a_stream_from_elsewhere(client):
@@ -108,13 +119,13 @@ def test_abort_ends_a_stream_from_elsewhere(client):
 
 
 def test_a_request_id_in_flight_is_refused_and_the_first_goes_on(client):
-    stream = client.generate("Once", request_id="twice", temperature=0, max_tokens=60, ignore_eos=True)
+    stream = client.generate("Once", request_id="twice", temperature=0, max_tokens=2000, ignore_eos=True)
     iterator = iter(stream)
     next(iterator)
     with pytest.raises(AlreadyExists, match="twice"):
         client.complete("Once", request_id="twice", max_tokens=1)
-    list(iterator)
-    assert stream.result.usage.completion_tokens == 60
+    assert next(iterator).token_ids
+    stream.cancel()
 
 
 BAD = [
@@ -178,6 +189,6 @@ def test_thirty_two_at_once_equal_their_solo_runs(client):
 def test_the_router_says_what_it_serves(cluster, client):
     info = client.model_info()
     assert (info.model, info.vocab_size, info.max_model_len) == ("small", 49_152, 4096)
-    assert client.healthy()
+    wait_for(client.healthy, "that it serves")
     roles = [worker.role for worker in client.server_info().workers]
     assert roles == ["prefill", "prefill", "decode", "decode"]

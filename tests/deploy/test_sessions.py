@@ -7,6 +7,7 @@ from dataclasses import replace
 import grpc
 import pytest
 
+from deploy.ports import PortReservation
 from pdserve.client import AsyncClient, Client, blocking
 from pdserve.config import RouterConfig
 from pdserve.errors import Cancelled, Unavailable
@@ -28,8 +29,19 @@ def sockets(tmp_path):
     return folder
 
 
+@pytest.fixture
+def port():
+    """Nobody else's while the test runs."""
+    reservation = PortReservation("127.0.0.1", 0, "a test's port")
+    yield reservation.port
+    reservation.release()
+
+
 def joined(router):
-    return [worker.worker_id for worker in router.router.server_info().workers if worker.state == "ready"]
+    async def ready():  # on the router's own thread
+        return [worker.worker_id for worker in router.router.server_info().workers if worker.state == "ready"]
+
+    return router.call(ready())
 
 
 def refusal(router, hello):
@@ -42,11 +54,11 @@ def refusal(router, hello):
 
 
 def test_a_worker_that_loses_its_router_returns_all_leases_and_joins_the_next_one(
-    small_checkpoint, sockets, monkeypatch
+    small_checkpoint, sockets, port, monkeypatch
 ):
     monkeypatch.setattr(blocking, "RESUME_TIMEOUT_S", 1.0)  # no router comes back at that address
-    with RouterThread(small_checkpoint) as router:
-        port = int(router.router.session_address.rsplit(":", 1)[1])
+    config = RouterConfig(grpc_port=0, session_port=port, placement_timeout_ms=500)
+    with RouterThread(small_checkpoint, config) as router:
         worker = make_worker(small_checkpoint, sockets, router)
         worker.start()
         wait_for(lambda: joined(router), "the worker joins")
@@ -57,13 +69,13 @@ def test_a_worker_that_loses_its_router_returns_all_leases_and_joins_the_next_on
             router.stop()
             with pytest.raises(Unavailable):
                 list(stream)
-        wait_for(lambda: worker.load.blocks.leased == 0, "the leases' return", timeout_s=3.0)
-        router.__init__(small_checkpoint, RouterConfig(grpc_port=0, session_port=port))
-        wait_for(lambda: joined(router), "the worker joins the new router", timeout_s=5.0)
+        wait_for(lambda: worker.load.blocks.leased == 0, "the leases' return")
+        router.__init__(small_checkpoint, config)
+        wait_for(lambda: joined(router), "the worker joins the new router")
         with Client(router.router.grpc_address) as client:
             assert client.complete("Hello", temperature=0, max_tokens=3, ignore_eos=True).attempts == 1
         worker.stop()
-        wait_for(lambda: not joined(router), "its leaving is noticed", timeout_s=2.0)
+        wait_for(lambda: not joined(router), "its leaving is noticed")
     assert not list(sockets.iterdir())
 
 
@@ -130,7 +142,7 @@ def test_a_late_goodbye_of_an_old_handler_spares_the_next_request_of_that_id(sma
         assert router.call(scenario(router.router)) == (True, True)
 
 
-SAMPLED = {"temperature": 0.9, "seed": 3, "max_tokens": 200, "ignore_eos": True, "stop": ["never to be seen"]}
+SAMPLED = {"temperature": 0.9, "seed": 3, "max_tokens": 300, "ignore_eos": True, "stop": ["never to be seen"]}
 
 
 def same(one, other):
@@ -154,8 +166,9 @@ def test_a_stream_goes_on_at_another_router_where_it_stood(small_checkpoint, soc
                     first.stop()
             assert same(stream.result, undisturbed)
             assert stream.result.resumptions == 1
-            assert client.complete("Hello", **SAMPLED).resumptions == 0, "later requests go to the living router"
-        wait_for(lambda: worker.load.blocks.leased == 0, "the leases' return", timeout_s=3.0)
+            later = client.complete("Hello", **(SAMPLED | {"max_tokens": 3}))
+            assert later.resumptions == 0, "later requests go to the living router"
+        wait_for(lambda: worker.load.blocks.leased == 0, "the leases' return")
         worker.stop()
 
 

@@ -197,10 +197,10 @@ def test_cost_of_a_token_does_not_grow_with_the_sequence(shapes: dict[str, Token
     pushes = one_by_one(tokenizer.encode("hello 日本語 ") * 200)
 
     def seconds_of_a_round() -> float:
-        start = time.perf_counter()
+        start = time.thread_time()
         for push in pushes:
             detokenizer.push(push)
-        return time.perf_counter() - start
+        return time.thread_time() - start
 
     early = min(seconds_of_a_round() for _ in range(5))
     for _ in range(20):

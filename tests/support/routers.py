@@ -27,7 +27,9 @@ class RouterThread:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self.router = Router(model, MODEL, config or RouterConfig(grpc_port=0, placement_timeout_ms=500))
+        self.router = Router(
+            model, MODEL, config or RouterConfig(grpc_port=0, placement_timeout_ms=500, worker_timeout_ms=3_000)
+        )
         self.call(self.router.start())
 
     def call(self, coroutine: Coroutine[Any, Any, Any], timeout_s: float = 30.0) -> Any:
