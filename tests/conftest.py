@@ -1,10 +1,15 @@
 """Options and fixtures for all tests."""
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 import deploy  # noqa: F401  first of all: what it sets, gRPC reads when it is imported
 from support.checkpoints import write_small_checkpoint
 from support.seeds import Seeds
+
+# How long an example takes says nothing on a machine that others use too.
+settings.register_profile("pdserve", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("pdserve")
 
 
 def pytest_addoption(parser):

@@ -21,9 +21,10 @@ _DRAIN_TIMEOUT_S = 60.0
 
 def kill_router(stage: Stage) -> None:
     """SIGKILL a router, in mid-decode and before a request's first token: its clients go on at another one."""
-    for phase_of in (_kill_router_in_mid_decode, _kill_router_before_tokens):
+    for phase in (_kill_router_in_mid_decode, _kill_router_before_tokens):
         for number in range(TRIES):
-            if any(injected.hit for injected in phase_of(stage, number).injector.injected):
+            round_ = phase(stage, number)
+            if not round_.missed(round_.injector.injected):
                 break
 
 

@@ -141,10 +141,10 @@ def mid_decode(stage: Stage, role: str, strike: Strike) -> None:
             struck.append((strike(stage, round_, victim, MID_DECODE), flowing))
 
     for _ in range(TRIES):
-        stage.play(MID_DECODE, background(settings.seed, settings.streams, settings.scale), disturb)
+        round_ = stage.play(MID_DECODE, background(settings.seed, settings.streams, settings.scale), disturb)
         for injected, flowing in struck:
             injected.hit = any(stage.failed_over(recording) for recording in flowing)
-        if any(injected.hit for injected, _ in struck):
+        if not round_.missed(injected for injected, _ in struck):
             return
 
 

@@ -15,7 +15,8 @@ from pdserve.errors import Cancelled, TransferError
 from pdserve.logs import logger
 from pdserve.tracing import Trace
 from pdserve.types import Ticket
-from support.kv_links import CONFIG, LAYOUT
+from support.kv_links import IMPATIENT as CONFIG
+from support.kv_links import LAYOUT
 from support.kv_store import FakeStore
 
 TTL_S = CONFIG.ticket_ttl_ms / 1000

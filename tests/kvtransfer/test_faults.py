@@ -19,11 +19,10 @@ from pdserve.clock import SystemClock
 from pdserve.errors import TransferError
 from support.clusters import wait_for
 from support.kv_faults import CHUNK_TOKENS, FAULTS, FRUITLESS_S, LEASE_AFTER_S, PHASES, TOKEN_COUNT, FaultCase, Phase
-from support.kv_links import CONFIG, LAYOUT, TOKENS, Expecting, Outcome, make_link, open_sender, running, send_all
+from support.kv_links import LAYOUT, TOKENS, Expecting, Outcome, make_link, open_sender, running, send_all
 from support.kv_store import FakeStore
 
-TTL_S = CONFIG.ticket_ttl_ms / 1000
-ENDS_WITHIN_S = LEASE_AFTER_S + FRUITLESS_S + 2 * TTL_S + 2.0
+SLACK_S = 5.0  # of this machine
 WAITING_STRIKES = 3  # of a fault without a count, before the blocks come
 IDS = list(range(TOKEN_COUNT))
 WAITING = PHASES["waiting for blocks"]
@@ -66,7 +65,8 @@ def disturbed(case: FaultCase, phase: Phase) -> Iterator[Disturbed]:
     faulty = FaultyTransport(network.transport(), [case.rule(phase)], 1, SystemClock())
     sound = network.transport()
     at_prefill = phase.side == "prefill"
-    prefill, decode = make_link(faulty if at_prefill else sound), make_link(sound if at_prefill else faulty)
+    transports = (faulty, sound) if at_prefill else (sound, faulty)
+    prefill, decode = (make_link(transport, case.config) for transport in transports)
     with running(prefill, decode):
         expecting = Expecting(decode, IDS, lease=phase != WAITING, lease_after_s=LEASE_AFTER_S)
         source = FakeStore.random(LAYOUT, TOKEN_COUNT, seed=1)
@@ -79,7 +79,9 @@ def disturbed(case: FaultCase, phase: Phase) -> Iterator[Disturbed]:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_in_any_phase_ends_in_time_with_right_bytes_or_a_typed_error(name: str) -> None:
-    case, until = FAULTS[name], time.monotonic() + ENDS_WITHIN_S
+    case = FAULTS[name]
+    ttl_s = case.config.ticket_ttl_ms / 1000
+    until = time.monotonic() + LEASE_AFTER_S + FRUITLESS_S + 2 * ttl_s + SLACK_S
     with ExitStack() as stack:
         runs = {phase: stack.enter_context(disturbed(case, PHASES[phase])) for phase in PHASES}
         runs["waiting for blocks"].lease_once_struck(case)

@@ -87,7 +87,7 @@ def test_delayed_message_comes_when_its_time_is_up() -> None:
 def test_wait_ends_when_a_delayed_message_is_due() -> None:
     network = MemoryNetwork()
     theirs = network.transport()
-    ours = FaultyTransport(network.transport(), [FaultRule(Fault.DELAY, seconds=0.05)], 1, SystemClock())
+    ours = FaultyTransport(network.transport(), [FaultRule(Fault.DELAY, seconds=1.0)], 1, SystemClock())
     ours.send(ours.connect(theirs.endpoint), encode(Ack(ID, 1)))
     began = time.monotonic()
     assert ours.receive(WAIT_S) == []

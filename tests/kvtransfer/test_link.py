@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +32,9 @@ from pdserve.errors import (
 from pdserve.tracing import Trace
 from pdserve.types import Ticket
 from support.kv_links import (
+    CALM,
     CONFIG,
+    IMPATIENT,
     LAYOUT,
     OWNER,
     TOKENS,
@@ -46,8 +49,6 @@ from support.kv_links import (
     transport_factory,
 )
 from support.kv_store import FakeStore
-
-TTL_S = CONFIG.ticket_ttl_ms / 1000
 
 
 @pytest.fixture(params=["memory", "ipc", "tcp"])
@@ -78,7 +79,7 @@ class Sending:
 
 
 def test_whole_transfer_arrives_bit_equal(transports: TransportFactory) -> None:
-    prefill, decode = make_link(transports()), make_link(transports())
+    prefill, decode = make_link(transports(), CALM), make_link(transports(), CALM)
     with running(prefill, decode):
         expecting = Expecting(decode, ids(100))
         sending = Sending(prefill, expecting.ticket, 100)
@@ -311,34 +312,32 @@ def test_aborts_racing_with_the_transfer_end_each_side_once(memory: TransportFac
 
 
 @pytest.mark.parametrize("victim", ["prefill", "decode"])
-def test_peer_closed_mid_transfer_ends_the_other_side_within_the_ttl(transports: TransportFactory, victim: str) -> None:
-    prefill, decode = make_link(transports()), make_link(transports())
+def test_peer_closed_mid_transfer_ends_the_other_side(transports: TransportFactory, victim: str) -> None:
+    prefill, decode = make_link(transports(), IMPATIENT), make_link(transports(), IMPATIENT)
     with running(prefill, decode):
         expecting = Expecting(decode, ids(70))
         sending = Sending(prefill, expecting.ticket, 70, send=False)
         prefill.layer_ready(expecting.ticket.transfer_id, 0, 0, 70)
         assert expecting.needed.wait(WAIT_S)
-        closed_at = time.monotonic()
         (prefill if victim == "prefill" else decode).close()
-        assert isinstance(expecting.ended.wait(TTL_S + 2), TransferError)
-        assert isinstance(sending.ended.wait(TTL_S + 2), TransferError)
-        assert time.monotonic() - closed_at < TTL_S + 1
+        assert isinstance(expecting.ended.wait(), TransferError)
+        assert isinstance(sending.ended.wait(), TransferError)
 
 
 def test_sender_that_never_comes_ends_the_expectation(memory: TransportFactory) -> None:
-    decode = make_link(memory())
+    decode = make_link(memory(), IMPATIENT)
     with running(decode):
         expecting = Expecting(decode, ids(10))
-        assert isinstance(expecting.ended.wait(TTL_S + 2), TransferError)
+        assert isinstance(expecting.ended.wait(), TransferError)
         assert decode.stats().incoming == 0
 
 
 def test_receiver_that_never_answers_ends_the_sender(transports: TransportFactory) -> None:
-    prefill, vanished = make_link(transports()), transports()
-    ticket = Ticket(b"t" * 16, 1, vanished.endpoint, 0, CONFIG.ticket_ttl_ms)
+    prefill, vanished = make_link(transports(), IMPATIENT), transports()
+    ticket = Ticket(b"t" * 16, 1, vanished.endpoint, 0, IMPATIENT.ticket_ttl_ms)
     vanished.close()
     with running(prefill):
-        assert isinstance(Sending(prefill, ticket, 10).ended.wait(TTL_S + 2), TransferError)
+        assert isinstance(Sending(prefill, ticket, 10).ended.wait(), TransferError)
 
 
 def test_ticket_nobody_remembers_is_refused_at_once(transports: TransportFactory) -> None:
@@ -379,7 +378,7 @@ def test_second_worker_with_the_same_ticket_does_not_disturb_the_first(memory: T
         expecting = Expecting(decode, ids(70), lease=False)
         sending = Sending(prefill, expecting.ticket, 70)
         assert expecting.needed.wait(WAIT_S)
-        error = Sending(thief, expecting.ticket, 70, seed=2).ended.wait(TTL_S / 2)
+        error = Sending(thief, expecting.ticket, 70, seed=2).ended.wait()
         assert isinstance(error, TransferError)
         assert "another worker is sending under this ticket" in error.message
         expecting.lease_now()
@@ -389,15 +388,17 @@ def test_second_worker_with_the_same_ticket_does_not_disturb_the_first(memory: T
 
 
 def test_waiting_for_blocks_and_in_the_queue_keeps_the_ticket_alive(memory: TransportFactory) -> None:
-    prefill, decode = make_link(memory()), make_link(memory())
+    config = replace(CONFIG, ticket_ttl_ms=2_000)
+    longer_than_the_ttl_s = 1.2 * config.ticket_ttl_ms / 1000
+    prefill, decode = make_link(memory(), config), make_link(memory(), config)
     with running(prefill, decode):
         expecting = Expecting(decode, ids(70), lease=False)
         store, ended = FakeStore.random(LAYOUT, 70, seed=1), Outcome()
         prefill.open_sender(expecting.ticket, OWNER, ids(70), 70, store, ended, queued=True)
-        assert not expecting.needed.wait(1.3 * TTL_S)  # longer than the ticket lives without a sign of life
+        assert not expecting.needed.wait(longer_than_the_ttl_s)
         prefill.start_sender(expecting.ticket.transfer_id)
         assert expecting.needed.wait(WAIT_S)
-        assert not expecting.ended.comes_within(1.3 * TTL_S)
+        assert not expecting.ended.comes_within(longer_than_the_ttl_s)
         assert ended.calls == []
         expecting.lease_now()
         send_all(prefill, expecting.ticket, LAYOUT.layer_count, 70, 24)
@@ -425,15 +426,14 @@ class Dozing:
 def test_link_that_was_away_for_longer_than_the_ttl_finds_the_answers_in_its_socket(
     transports: TransportFactory,
 ) -> None:
-    config = replace(CONFIG, ticket_ttl_ms=300)
-    prefill, decode = make_link(Dozing(transports(), seconds=0.5), config), make_link(transports(), config)
+    prefill, decode = make_link(Dozing(transports(), seconds=1.5), IMPATIENT), make_link(transports(), IMPATIENT)
     with running(prefill, decode):
         expecting = Expecting(decode, ids(100))
         sending = Sending(prefill, expecting.ticket, 100)
         idle = Expecting(prefill, ids(10))  # a receiver at the link that is away
         assert sending.ended.wait() is None
         assert expecting.ended.wait() == TOKENS
-        assert isinstance(idle.ended.wait(TTL_S), TransferError)  # nobody ever comes
+        assert isinstance(idle.ended.wait(), TransferError)  # nobody ever comes
 
 
 def test_turns_are_too_short_to_be_frozen_in_unseen(memory: TransportFactory) -> None:
@@ -542,6 +542,7 @@ def test_errors_that_somebody_keeps_hold_no_payload(tmp_path: Path, side: str) -
 
 
 def arenas() -> int:
+    gc.collect()
     return Path("/proc/self/maps").read_text().count("memfd:pdserve-kv")
 
 
@@ -666,7 +667,7 @@ def test_restarted_worker_at_the_same_endpoint_is_somebody_else(tmp_path: Path) 
 
 def test_trace_names_each_frame_on_both_sides(memory: TransportFactory) -> None:
     traces = Trace(), Trace()
-    prefill, decode = make_link(memory(), trace=traces[0]), make_link(memory(), trace=traces[1])
+    prefill, decode = (make_link(memory(), CALM, trace=trace) for trace in traces)
     with running(prefill, decode):
         expecting = Expecting(decode, ids(70))
         assert Sending(prefill, expecting.ticket, 70).ended.wait() is None

@@ -14,12 +14,12 @@ import pytest
 from kvtransfer.transports.zmq import CurveKey
 from support.clusters import wait_for
 from support.kv_faults import TOKEN_COUNT
-from support.kv_links import CONFIG, LAYOUT
+from support.kv_links import CONFIG, IMPATIENT, LAYOUT
 from support.kv_process import KvProcess, digest_of, kv_source
 from support.kv_store import FakeStore
 from support.namespaces import ADDRESSES, JoinedNamespaces, NoNamespaces, joined_namespaces
 
-ENDS_WITHIN_S = 3 * CONFIG.ticket_ttl_ms / 1000 + 2.0
+ENDS_WITHIN_S = 3 * IMPATIENT.ticket_ttl_ms / 1000 + 5.0
 RIGHT_BYTES = digest_of(FakeStore.random(LAYOUT, TOKEN_COUNT, seed=1))
 NO_BYTES = digest_of(FakeStore(LAYOUT, TOKEN_COUNT))
 ALL_BYTES = LAYOUT.layer_count * LAYOUT.payload_bytes(TOKEN_COUNT)
@@ -34,11 +34,11 @@ class Hosts:
     near: KvProcess
     far: KvProcess
 
-    def connect(self, far_key: CurveKey = KEY) -> str:
+    def connect(self, far_key: CurveKey = KEY, ttl_ms: int = CONFIG.ticket_ttl_ms) -> str:
         """Links of the two to one another. Their name, which is also that of the transfer to come."""
         name = secrets.token_hex(4)
         for process, address, key in ((self.near, ADDRESSES[0], KEY), (self.far, ADDRESSES[1], far_key)):
-            process.link(name, host=address, key=key)
+            process.link(name, host=address, key=key, ttl_ms=ttl_ms)
         return name
 
 
@@ -56,7 +56,7 @@ def hosts() -> Iterator[Hosts]:
 
 
 def transfer(
-    sender: KvProcess, receiver: KvProcess, name: str, *, lease_after_s: float = 0.0, commit: bool = True
+    sender: KvProcess, receiver: KvProcess, name: str, *, lease_after_s: float | None = 0.0, commit: bool = True
 ) -> None:
     """Begin one."""
     ticket = receiver.expect(name, name, lease_after_s)
@@ -84,7 +84,7 @@ def test_transfers_go_through_both_ways(hosts: Hosts) -> None:
 
 def test_peer_without_the_key_gets_nothing_and_brings_nothing(hosts: Hosts) -> None:
     started = [
-        (hosts.connect(far_key=CurveKey.generate()), *pair)
+        (hosts.connect(CurveKey.generate(), IMPATIENT.ticket_ttl_ms), *pair)
         for pair in ((hosts.far, hosts.near), (hosts.near, hosts.far))
     ]
     for name, sender, receiver in started:
@@ -98,8 +98,8 @@ def test_peer_without_the_key_gets_nothing_and_brings_nothing(hosts: Hosts) -> N
 
 def test_cut_link_ends_both_sides_in_time_and_a_mended_one_serves_again(hosts: Hosts) -> None:
     near, far = hosts.near, hosts.far
-    waiting, streaming = hosts.connect(), hosts.connect()
-    transfer(far, near, waiting, lease_after_s=0.9 * ENDS_WITHIN_S)
+    waiting, streaming = (hosts.connect(ttl_ms=IMPATIENT.ticket_ttl_ms) for _ in range(2))
+    transfer(far, near, waiting, lease_after_s=None)
     transfer(far, near, streaming, commit=False)
     wait_for(lambda: stats(near, waiting)["frames_received"], "OPEN has come")
     wait_for(lambda: stats(near, streaming)["bytes_received"] == ALL_BYTES, "all layers have come")

@@ -16,13 +16,13 @@ import zmq
 
 from kvtransfer.transports.assembly import worker_transport
 from kvtransfer.transports.base import Event, Message, PeerLost, Transport
-from kvtransfer.transports.carried import CarriedTransport
+from kvtransfer.transports.carried import CarriedLimits, CarriedTransport
 from kvtransfer.transports.zmq import CurveKey, ZmqTransport, ipc_endpoint
 from pdserve.clock import SystemClock
 from pdserve.config import TransferConfig
 from pdserve.errors import ConfigError, TransferError
 from pdserve.logs import logger
-from support.kv_links import TransportFactory, transport_factory
+from support.kv_links import TransportFactory, carried, transport_factory
 
 WAIT_S = 10.0
 
@@ -319,9 +319,11 @@ def test_key_does_not_show_where_it_is_printed() -> None:
 
 @pytest.mark.parametrize("kind", ["shared", "gloo"])
 def test_payloads_go_by_the_carrier_once_it_is_open_and_stay_in_order(folder: Path, kind: str) -> None:
-    factory = transport_factory(kind, folder)
-    ours, theirs = factory(), factory()
-    assert isinstance(ours, CarriedTransport)
+    limits = CarriedLimits(min_bytes=1, answer_timeout_s=WAIT_S, arrival_timeout_s=WAIT_S, cooldown_s=0.5)
+    ours, theirs = (
+        carried(ZmqTransport(ipc_endpoint(folder, name), name.encode()), kind, limits=limits)
+        for name in ("ours", "theirs")
+    )
     peer, sent = ours.connect(theirs.endpoint), 0
     received: list[bytes] = []
     deadline = time.monotonic() + WAIT_S

@@ -143,11 +143,11 @@ class Pair:
         for engine in self.engines:
             assert engine.load().blocks.leased == 0
 
-    def step_until(self, condition: Callable[[], bool]) -> None:
-        """Step all engines until the condition holds; check every pool after every step."""
+    def step_until(self, condition: Callable[[], bool], *only: Engine) -> None:
+        """Step all engines, or these, until the condition holds; check their pools after every step."""
         deadline = time.monotonic() + _DEADLINE_S
         while not condition():
-            for engine in self.engines:
+            for engine in only or self.engines:
                 engine.step(wait_s=0.001)
                 engine.check_integrity()
             assert time.monotonic() < deadline, "it did not come to that in time"

@@ -13,7 +13,8 @@ from typing import Any
 from kvtransfer.frames import Ack, Commit, Credit, Layer, Open, Ping
 from kvtransfer.receiver import MAX_FRUITLESS_ROUNDS
 from kvtransfer.transports.faulty import Fault, FaultRule
-from support.kv_links import CONFIG
+from pdserve.config import TransferConfig
+from support.kv_links import CONFIG, IMPATIENT
 
 TOKEN_COUNT = 70
 CHUNK_TOKENS = 24
@@ -47,6 +48,10 @@ class FaultCase:
     count: int | None
     seconds: float
     passes: bool
+
+    @property
+    def config(self) -> TransferConfig:
+        return CONFIG if self.passes else IMPATIENT
 
     def rule(self, phase: Phase) -> FaultRule:
         return FaultRule(self.fault, phase.frame_type, phase.first, self.count, seconds=self.seconds)

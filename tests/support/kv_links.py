@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from kvtransfer.layout import KVLayout, KVReader, KVWriter
@@ -25,13 +26,17 @@ from pdserve.types import Owner, SampledToken, Ticket
 from support.kv_store import FakeStore
 
 LAYOUT = KVLayout(layer_count=2, kv_heads=1, head_dim=32, dtype="float32")  # 256 bytes a token and layer
+# Patient: a side that is away for some seconds, as happens on a busy machine, is not taken for lost. Lost frames are
+# asked for soon.
 CONFIG = TransferConfig(
-    window_bytes=8192, max_frame_bytes=4096, ticket_ttl_ms=1_000, ping_interval_ms=50, deadline_ms=20_000
+    window_bytes=8192, max_frame_bytes=4096, ticket_ttl_ms=10_000, ping_interval_ms=50, deadline_ms=30_000
 )
+IMPATIENT = replace(CONFIG, ticket_ttl_ms=1_000)  # for what happens when a side is silent for too long
+CALM = replace(CONFIG, ping_interval_ms=5_000)  # nothing is asked for twice, however late its answer
 OWNER = Owner("tenant", "request", "router", 1)
 TOKENS = (SampledToken(42, -0.125, ((42, -0.125),)),)
 CARRIED_LIMITS = CarriedLimits(min_bytes=1, answer_timeout_s=1.0, arrival_timeout_s=0.4, cooldown_s=0.5)
-WAIT_S = 10.0
+WAIT_S = 20.0
 
 Received = Sequence[SampledToken] | PdserveError
 TransportFactory = Callable[[], Transport]

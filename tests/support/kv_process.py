@@ -1,7 +1,9 @@
 """Links in processes of their own, over real sockets, driven by lines of JSON: for faults that only processes show.
 
-    in   {"do": "link", "link", "rules", "moment", "host", "key"}   a link with a faulty transport, over ipc or tcp
-         {"do": "expect", "link", "name", "lease_after_s"}   expect a transfer; its blocks are leased so much later
+    in   {"do": "link", "link", "rules", "moment", "host", "key", "ttl_ms"}   a link with a faulty transport, over ipc
+                                                                            or tcp
+         {"do": "expect", "link", "name", "lease_after_s"}   expect a transfer; its blocks are leased so much later, or
+                                                             never
          {"do": "send", "link", "name", "ticket", "commit"}  send one, whose whole prompt is computed already
          {"do": "report"}                                    memory, descriptors, threads; counts of the links
     out  {"event": "linked", "link"} {"event": "ticket", "name", "ticket"} {"event": "report", ...}
@@ -40,7 +42,6 @@ from kvtransfer.transports.carried import CarriedTransport
 from kvtransfer.transports.faulty import Fault, FaultRule, FaultyTransport
 from kvtransfer.transports.zmq import CurveKey, ZmqTransport, ipc_endpoint
 from pdserve.clock import SystemClock
-from pdserve.config import TransferConfig
 from pdserve.errors import PdserveError
 from pdserve.tracing import Trace
 from pdserve.types import Ticket
@@ -50,11 +51,6 @@ from support.kv_store import FakeStore
 
 _TESTS = Path(__file__).parent.parent
 _START_S = 30.0
-
-
-def process_config(payload: str) -> TransferConfig:
-    """What the links of a source have. A group takes its time to be made where processes outnumber cores."""
-    return replace(CONFIG, ticket_ttl_ms=2 * CONFIG.ticket_ttl_ms) if payload == "gloo" else CONFIG
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,15 +129,17 @@ class KvProcess:
         moment: Signal | None = None,
         host: str = "",
         key: CurveKey | None = None,
+        ttl_ms: int = CONFIG.ticket_ttl_ms,
     ) -> None:
         """Over ipc, or over tcp at `host` with `key`."""
         packed = [asdict(rule) | {"frame_type": rule.frame_type and rule.frame_type.__name__} for rule in rules]
         halves = key and {half: value.decode() for half, value in asdict(key).items()}
-        self.command(do="link", link=name, rules=packed, moment=moment and asdict(moment), host=host, key=halves)
+        where = {"host": host, "key": halves, "ttl_ms": ttl_ms}
+        self.command(do="link", link=name, rules=packed, moment=moment and asdict(moment), **where)
         self.wait("linked", link=name, timeout_s=_START_S)
 
-    def expect(self, link: str, name: str, lease_after_s: float = LEASE_AFTER_S) -> dict[str, Any]:
-        """The ticket, for another process's `send`."""
+    def expect(self, link: str, name: str, lease_after_s: float | None = LEASE_AFTER_S) -> dict[str, Any]:
+        """The ticket, for another process's `send`. None: its blocks are never leased."""
         self.command(do="expect", link=link, name=name, lease_after_s=lease_after_s)
         ticket: dict[str, Any] = self.wait("ticket", name=name)["ticket"]
         return ticket
@@ -226,7 +224,6 @@ class _Child:
     def __init__(self, folder: Path, payload: str, connection: socket.socket) -> None:
         self._folder = folder
         self._carriers = [] if payload == "inline" else [payload]
-        self._config = process_config(payload)
         self._carried: dict[str, CarriedTransport] = {}
         self._connection = connection
         self._links: dict[str, Link] = {}
@@ -248,6 +245,7 @@ class _Child:
         moment: dict[str, Any] | None,
         host: str,
         key: dict[str, str] | None,
+        ttl_ms: int,
     ) -> None:
         unpacked = [
             FaultRule(**rule | {"fault": Fault(rule["fault"]), "frame_type": getattr(frames, rule["frame_type"])})
@@ -259,21 +257,28 @@ class _Child:
         transport = FaultyTransport(transport, unpacked, 1, SystemClock())
         transport = self._carried[link] = carried(transport, *self._carriers)
         transport = _SignallingTransport(transport, Signal(**moment)) if moment else transport
-        self._links[link] = make_link(transport, self._config, trace=Trace(capacity=256))  # a full one does not grow
+        config = replace(CONFIG, ticket_ttl_ms=ttl_ms)
+        self._links[link] = make_link(transport, config, trace=Trace(capacity=256))  # a full one does not grow
         self._links[link].start()
         self._say("linked", link=link)
 
-    def _expect(self, link: str, name: str, lease_after_s: float) -> None:
+    def _expect(self, link: str, name: str, lease_after_s: float | None) -> None:
         store, issued = FakeStore(LAYOUT, TOKEN_COUNT), threading.Event()
 
         def lease() -> None:
             assert issued.wait(_START_S)
             self._links[link].blocks_leased(ticket.transfer_id, store)
 
+        def need_blocks() -> None:
+            if lease_after_s:
+                threading.Timer(lease_after_s, lease).start()
+            elif lease_after_s is not None:
+                lease()
+
         ticket = self._links[link].expect(
             OWNER,
             range(TOKEN_COUNT),
-            lambda: threading.Timer(lease_after_s, lease).start() if lease_after_s else lease(),
+            need_blocks,
             self._on_end(name, "decode", store),
         )
         issued.set()
