@@ -72,7 +72,7 @@ class Round:
     injector: Injector
 
     def missed(self, aimed: Iterable[Injected]) -> bool:
-        """Afterwards: none of these faults hit its phase, and no request failed, so that another round may show more."""
+        """Afterwards: none of these faults hit its phase and no request failed, so another round may show more."""
         hit = any(injected.hit for injected in aimed)
         return not hit and not any(recording.error for recording in self.run.recordings)
 
