@@ -9,8 +9,9 @@ from pdserve.errors import PdserveError, TransferError, error_from_code
 
 _MESSAGE_CHARS = 250  # at most four bytes each: fits ABORT's limit
 
-# Errors that mean the same on both sides. Any other only tells this side that the transfer did not work out.
-_SHARED_CODES = frozenset({"FAILED_PRECONDITION", "CANCELLED", "DEADLINE_EXCEEDED", "DATA_LOSS"})
+# Errors that mean the same on both sides. Any other only tells this side that the transfer did not work out: who wants
+# the request no more, as a worker that has lost its router, does not speak for the request.
+_SHARED_CODES = frozenset({"FAILED_PRECONDITION", "DATA_LOSS"})
 
 
 def without_frames(error: PdserveError) -> PdserveError:

@@ -16,6 +16,9 @@
 COMMIT verifies all of it. That is right because equal fingerprints give equal bits; where they differ, the COMMIT's
 list does not match and everything is sent again.
 
+The sender of a later epoch has to OPEN within the ttl where blocks wait for it, or is lost too: it may be queued behind
+prompts whose own receivers wait for these blocks.
+
 No credit is granted before blocks are leased, so nothing can arrive that has no place. Any frame of the right epoch
 renews the ticket. A complete transfer answers probes with ACK, a failed or taken over one with ABORT, as the first
 answer may have been lost; for that the shell keeps the machine a while after its end.
@@ -110,6 +113,7 @@ class Receiver:
         self._blocks_there = False
         self._timing = timing
         self._ends_at = now + timing.deadline_s
+        self._begins_by = math.inf
         self._silence = Silence(now)
         self._covered = [RangeSet() for _ in range(expected.layout.layer_count)]
         self._doubted = [RangeSet() for _ in self._covered]  # of these, what only this sender's COMMIT can mend
@@ -129,7 +133,9 @@ class Receiver:
 
     def next_deadline(self) -> float:
         """When `tick` has something to do at the latest; infinity once the transfer has ended."""
-        return math.inf if self.ended else min(self._ends_at, self._silence.lasts_until(self._timing.ttl_s))
+        if self.ended:
+            return math.inf
+        return min(self._ends_at, self._silence.lasts_until(self._timing.ttl_s), self._begins_by)
 
     def on_frame(self, frame: Frame, now: float) -> list[ReceiverAction]:
         """A frame whose payload, if it has one, is good. The shell keeps that at hand for Write and Verify."""
@@ -157,6 +163,8 @@ class Receiver:
         if self.ended or not self._blocks_wanted or self._blocks_there:
             return []
         self._blocks_there = True
+        if self.state is ReceiverState.EXPECTED:
+            self._begins_by = now + self._timing.ttl_s
         return self._let_begin() if self.state is ReceiverState.WAITING_BLOCKS else []
 
     def sender_lost(self, epoch: int, error: PdserveError, now: float) -> list[ReceiverAction]:
@@ -170,6 +178,8 @@ class Receiver:
         self._expected = replace(self._expected, epoch=self.epoch + 1)
         self.credit = CreditGranter(self._config.window_bytes, self._config.max_frame_bytes)
         self.state = ReceiverState.EXPECTED
+        if self._blocks_there:
+            self._begins_by = now + self._timing.ttl_s
         self._silence.end(now)
         self._bad_payloads = 0
         self._fruitless_rounds = 0
@@ -222,6 +232,7 @@ class Receiver:
     def excuse(self, seconds: float) -> None:
         """This side did not listen for so long: that is no silence of the sender's. The deadline stays."""
         self._silence.excuse(seconds)
+        self._begins_by += seconds
 
     def tick(self, now: float) -> list[ReceiverAction]:
         """Let time pass: what is overdue fails."""
@@ -231,6 +242,9 @@ class Receiver:
             return self._fail(TransferError(f"not done in {self._timing.deadline_s:g} s, still {self.state}"))
         if now >= self._silence.lasts_until(self._timing.ttl_s):
             return self._lose_sender(self._too_silent(), now)
+        if now >= self._begins_by:
+            idle = f"blocks have waited {self._timing.ttl_s:g} s for the next sender, which is still queued"
+            return self._lose_sender(TransferError(idle), now)
         return []
 
     # Handlers of the table below.
@@ -240,6 +254,7 @@ class Receiver:
         if problem is not None:
             return self._fail(FailedPrecondition(problem))
         self.offer = offer
+        self._begins_by = math.inf
         self.state = ReceiverState.WAITING_BLOCKS
         if self._blocks_there:
             return [self._pong(), *self._let_begin()]
@@ -328,6 +343,7 @@ class Receiver:
         if self.state is ReceiverState.SENDERLESS or not error.retryable:
             return self._end(error)
         self._drop_doubted()
+        self._begins_by = math.inf
         self.state = ReceiverState.SENDERLESS
         self._silence.end(now)
         return [SenderLost(error)]

@@ -10,7 +10,7 @@ from kvtransfer.frames import Layer
 from kvtransfer.transports.faulty import Fault, FaultRule, FaultyTransport
 from kvtransfer.transports.memory import MemoryNetwork
 from pdserve.clock import SystemClock
-from pdserve.errors import Cancelled
+from pdserve.errors import Cancelled, TransferError
 from support.clusters import wait_for
 from support.kv_faults import TOKEN_COUNT
 from support.kv_links import (
@@ -113,7 +113,7 @@ def test_late_writer_of_an_aborted_transfer_reaches_no_block_that_was_given_to_a
         wait_for(lambda: decode.stats().frames_received > arrived, "the late frame has come")
         assert (first.store.writes, first.store.late_accesses) == (written, 0)
         assert (first.store.keys == 7).all()
-        assert isinstance(sent.wait(), Cancelled)
+        assert isinstance(sent.wait(), TransferError)
 
 
 def test_window_of_one_frame_passes_a_prompt_of_many() -> None:

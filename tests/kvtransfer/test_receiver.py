@@ -404,7 +404,11 @@ def test_abort_in_every_state_ends_once_and_tells_the_sender(state: ReceiverStat
 
 @pytest.mark.parametrize("state", _LIVE)
 def test_an_end_of_the_sender_that_another_may_cure_leaves_it_without_one(state: ReceiverState) -> None:
-    for frame in (Gone(ID, 3), Abort(ID, 3, "UNAVAILABLE", "shutting down")):
+    for frame in (
+        Gone(ID, 3),
+        Abort(ID, 3, "UNAVAILABLE", "shutting down"),
+        Abort(ID, 3, "CANCELLED", "its session with the router is broken"),
+    ):
         made = in_state(state)
         actions = made.on_frame(frame, 0.0)
         assert loss(actions).retryable
@@ -414,8 +418,8 @@ def test_an_end_of_the_sender_that_another_may_cure_leaves_it_without_one(state:
 
 @pytest.mark.parametrize("state", _LIVE)
 def test_an_end_of_the_sender_that_no_other_would_cure_ends_every_state(state: ReceiverState) -> None:
-    actions = in_state(state).on_frame(Abort(ID, 3, "CANCELLED", "gone"), 0.0)
-    assert isinstance(failure(actions), Cancelled)
+    actions = in_state(state).on_frame(Abort(ID, 3, "FAILED_PRECONDITION", "another model"), 0.0)
+    assert isinstance(failure(actions), FailedPrecondition)
     assert aborts(actions) == []
 
 
@@ -461,6 +465,36 @@ def without_sender(*frames: Layer) -> Receiver:
     made.on_frame(Gone(ID, 3), 0.0)
     assert made.renew(1.0) == []
     return made
+
+
+def test_the_next_sender_is_lost_if_it_stays_queued_while_blocks_wait_for_it() -> None:
+    """It may be queued behind prompts whose receivers wait for these blocks."""
+    made = without_sender(ALL_LAYERS[0])
+    for now in (2.0, 4.0, 5.9):
+        made.on_frame(Ping(ID, 4, reply=False, spent=0), now)
+        assert made.tick(now) == []
+    assert made.next_deadline() == 6.0
+    assert "still queued" in loss(made.tick(6.0)).message
+    made.renew(6.0)
+    made.excuse(1.0)  # this side did not listen
+    assert made.tick(11.9) == []
+    made.on_frame(replace(OFFER, epoch=5), 11.9)
+    assert made.state is ReceiverState.RECEIVING
+    assert made.next_deadline() == 16.9
+
+
+def test_the_next_sender_may_stay_queued_while_no_blocks_wait_for_it() -> None:
+    made = receiver()
+    made.on_frame(OFFER, 0.0)
+    made.on_frame(Gone(ID, 3), 0.0)
+    made.renew(1.0)
+    for now in range(2, 20, 2):
+        made.on_frame(Ping(ID, 4, reply=False, spent=0), float(now))
+        assert made.tick(float(now)) == []
+    made.blocks_leased(19.0)
+    made.on_frame(Ping(ID, 4, reply=False, spent=0), 23.0)
+    assert made.next_deadline() == 24.0
+    assert "still queued" in loss(made.tick(24.0)).message
 
 
 def test_the_next_sender_is_told_what_there_is_and_blocks_are_not_asked_for_again() -> None:

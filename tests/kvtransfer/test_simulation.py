@@ -123,8 +123,9 @@ def replace_sender(run: Run, replacement: SimulatedWorker) -> None:
         assert epoch == 2
         ticket = Ticket(run.transfer, epoch, run.receiver.transport.endpoint, 0, CONFIG.ticket_ttl_ms)
         source = FakeStore.random(LAYOUT, TOKEN_COUNT, run.seed)
-        replacement.exchange.open_outgoing(offer, ticket, source, run.replaced.append, queued=rng.random() < 0.5)
-        schedule_prefill(run, rng, replacement)
+        queued = rng.random() < 0.5
+        replacement.exchange.open_outgoing(offer, ticket, source, run.replaced.append, queued=queued)
+        schedule_prefill(run, rng, replacement, longest_s=2.0 if queued else 8.0)  # blocks may wait for it
 
     def lost(error: PdserveError) -> None:
         assert isinstance(error, TransferError)
@@ -142,9 +143,9 @@ def abort(run: Run, aborter: str) -> None:
         run.receiver.exchange.abort_incoming(run.transfer, error)
 
 
-def schedule_prefill(run: Run, rng: random.Random, worker: SimulatedWorker) -> float:
+def schedule_prefill(run: Run, rng: random.Random, worker: SimulatedWorker, longest_s: float = 8.0) -> float:
     """Chunks of random sizes, layer by layer, then the sampled token. Returns when the first one begins."""
-    begins_at, start = run.simulation.clock.now() + rng.choice((0.0, 8.0)), 0
+    begins_at, start = run.simulation.clock.now() + rng.choice((0.0, longest_s)), 0
     time_s = begins_at
     while start < TOKEN_COUNT:
         stop = min(TOKEN_COUNT, start + rng.choice((1, 7, 16, 31, 32, 33, 70)))

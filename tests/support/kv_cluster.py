@@ -36,7 +36,7 @@ CONFIG = TransferConfig(
     max_frame_bytes=300,
     ticket_ttl_ms=2_000,
     ping_interval_ms=250,
-    deadline_ms=60_000,
+    deadline_ms=600_000,  # so long that a deadlock shows
     renewal_cooldown_ms=3_000,
 )
 PARAMS = SamplingParams(max_tokens=1)
