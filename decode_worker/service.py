@@ -148,6 +148,7 @@ class Import:
         self._renewals = 0
         self._submitted = False
         self._local_reason = ""
+        self._aborted: PdserveError | None = None
 
     def expect(self, sequence: Sequence) -> Ticket:
         """Be ready for the transfer of all known tokens' KV. The session thread."""
@@ -173,6 +174,7 @@ class Import:
 
     def abort(self, error: PdserveError) -> None:
         """End it, whatever its state. The session thread."""
+        self._aborted = error  # first: who gives the sequence to the engine looks at it afterwards
         if self._ticket is not None:
             self._link.abort_receiver(self._ticket.transfer_id, error)
         self._engine.abort(self._owner, error)
@@ -225,6 +227,8 @@ class Import:
             sequence.source = KVSource.COMPUTED
             self._submitted = True
             self._engine.submit(sequence)
+        if self._aborted is not None:  # perhaps before the engine knew the sequence
+            self._engine.abort(self._owner, self._aborted)
 
     # The engine's thread.
 
@@ -248,4 +252,6 @@ class Import:
         self._link.abort_receiver(self._ticket.transfer_id, error)
 
     def on_end(self, sequence: Sequence, outcome: Finish | PdserveError | None) -> None:
+        if isinstance(outcome, PdserveError) and self._ticket is not None:
+            self._link.abort_receiver(self._ticket.transfer_id, outcome)  # the engine may never have taken it
         self._service.note_end(self._owner, outcome)

@@ -159,7 +159,10 @@ class Engine:
             part.sequence.computed = part.stop
             self._fork_followers(part.sequence)
         for result in sampled:
-            self._accept(result.part.sequence, [result.token])
+            if isinstance(result.token, InternalError):
+                self._abort(result.part.sequence.owner, result.token)
+            else:
+                self._accept(result.part.sequence, [result.token])
 
     def _accept(self, sequence: Sequence, tokens: ListLike[SampledToken]) -> None:
         finish: Finish | None = None

@@ -16,15 +16,19 @@ from engine.sampler import sample
 from engine.sequence import Sequence
 from kernels.ops import SequenceRows, StepBatch
 from model.decoder import Decoder
+from pdserve import logs
+from pdserve.errors import InternalError
 from pdserve.types import SampledToken
+
+_log = logs.logger("engine")
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The token sampled after a slice."""
+    """The token sampled after a slice, or why there is none."""
 
     part: Slice
-    token: SampledToken
+    token: SampledToken | InternalError
 
 
 class Runner:
@@ -47,7 +51,15 @@ class Runner:
         sampling = [part for part in plan.slices if part.samples]
         return [Sampled(part, self._sample(rows[i], part.sequence)) for i, part in enumerate(sampling)]
 
-    def _sample(self, logits: np.ndarray, sequence: Sequence) -> SampledToken:
+    def _sample(self, logits: np.ndarray, sequence: Sequence) -> SampledToken | InternalError:
+        """What fails here is one sequence's matter."""
+        try:
+            return self._sampled(logits, sequence)
+        except Exception as error:  # noqa: BLE001 - as for a step; the others have their tokens
+            _log.exception("sampling failed", owner=sequence.owner)
+            return InternalError(f"sampling failed: {type(error).__name__}: {error}")
+
+    def _sampled(self, logits: np.ndarray, sequence: Sequence) -> SampledToken:
         params, border = sequence.params, sequence.prompt_count
         drawn_from = None
         if needs_adjustment(params, sequence.output_count):

@@ -75,9 +75,12 @@ class PrefillService:
             self.ended(owner, error)
             return
         self._engine.submit(sequence)
+        export.submitted()
 
     def abort(self, owner: Owner) -> None:
-        self._engine.abort(owner, Cancelled(f"{owner} was aborted"))
+        export = self._exports.get(owner)
+        if export is not None:
+            export.abort(Cancelled(f"{owner} was aborted"))
 
     def owners(self) -> list[Owner]:
         return list(self._exports)
@@ -99,6 +102,7 @@ class Export:
         self._ticket = ticket
         self._transfer = ticket.transfer_id.hex()
         self._release = Release(mode, self._engine.store.shape.layer_count, self._give)
+        self._transfer_ended = False
         self._transfer_error: PdserveError | None = None
         self._kv: SequenceKV | None = None
 
@@ -113,6 +117,17 @@ class Export:
             self._on_transfer_end,
             queued=True,
         )
+
+    def submitted(self) -> None:
+        """The engine has the sequence. If the transfer has ended already, it was told so too early. The session
+        thread."""
+        if self._transfer_ended:
+            self._release_lease()
+
+    def abort(self, error: PdserveError) -> None:
+        """End it, whatever its state: what is computed and waits for its receiver is the link's. The session thread."""
+        self._engine.abort(self._owner, error)
+        self._link.abort_sender(self._ticket.transfer_id, error)
 
     # The engine's thread.
 
@@ -152,7 +167,11 @@ class Export:
         self._kv.read_into(layer, start, stop, out)
 
     def _on_transfer_end(self, error: PdserveError | None) -> None:
-        if error is not None:
-            self._transfer_error = error
-            self._engine.abort(self._owner, error)
+        self._transfer_error = error
+        self._transfer_ended = True
+        self._release_lease()
+
+    def _release_lease(self) -> None:
+        if self._transfer_error is not None:
+            self._engine.abort(self._owner, self._transfer_error)
         self._engine.unpin(self._owner)

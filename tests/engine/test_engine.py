@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from engine import runner
 from engine.sequence import KVSource, Sequence
 from pdserve.errors import Cancelled, InternalError, InvalidArgument
 from pdserve.types import Finish, FinishReason, Owner, SampledToken, SamplingParams
@@ -164,6 +165,24 @@ def test_the_delivered_token_can_end_the_sequence(llama):
     engine.step()
     assert sink.token_ids == [9]
     assert (sink.ended, leased(engine)) == (1, 0)
+
+
+def test_what_fails_in_sampling_ends_its_own_sequence_alone(llama, monkeypatch):
+    alone = Job([5, 6, 7], PARAMS)
+    run(make_engine(llama), alone)
+    real = runner.sample
+
+    def fails_once(logits, params, *rest):
+        if params.seed == 13:
+            raise IndexError("index -1 is out of bounds")
+        return real(logits, params, *rest)
+
+    monkeypatch.setattr(runner, "sample", fails_once)
+    sound, broken = Job([5, 6, 7], PARAMS), Job([5, 6, 7], SamplingParams(max_tokens=8, seed=13))
+    run(make_engine(llama), broken, sound)
+    assert isinstance(broken.outcome, InternalError)
+    assert "IndexError" in str(broken.outcome)
+    assert (sound.tokens, sound.outcome) == (alone.tokens, alone.outcome)
 
 
 def test_a_failed_step_ends_its_sequences_and_the_engine_goes_on(llama, monkeypatch):
