@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Unpack
@@ -23,14 +23,17 @@ from pdserve.client.channel import (
     address_list,
     checked_timeout,
     own_errors,
+    retry_pause_s,
 )
 from pdserve.client.request import GenerateOptions, Prompt, generate_request
 from pdserve.client.resume import MAX_LOSSES, ConnectionLost, identified, may_resume, resumption
 from pdserve.client.stream import Delta, Result, Started, StreamFold
 from pdserve.clock import Clock, SystemClock
-from pdserve.errors import Cancelled, PdserveError, ProtocolError
+from pdserve.errors import Cancelled, DeadlineExceeded, NotFound, PdserveError, ProtocolError, ResourceExhausted
 from pdserve.rpc import inference_pb2 as pb
 from pdserve.rpc import inference_pb2_grpc
+
+_ENDED = "the stream was cancelled, or its client closed"
 
 
 class _Route:
@@ -51,6 +54,15 @@ class _Route:
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
+    async def abort(self, request: pb.AbortRequest, timeout_s: float) -> PdserveError | None:
+        """The error, if it is one."""
+        try:
+            with own_errors():
+                await self.inference.Abort(request, timeout=timeout_s)
+        except PdserveError as error:
+            return error
+        return None
+
 
 class AsyncClient:
     """As Client, with coroutines."""
@@ -59,6 +71,7 @@ class AsyncClient:
         self._routes = [_Route(address) for address in address_list(addresses)]
         self._current = 0
         self._clock = clock or SystemClock()
+        self.closed = False
 
     @property
     def _inference(self) -> inference_pb2_grpc.InferenceStub:
@@ -85,12 +98,13 @@ class AsyncClient:
         """A call at the current router; for AsyncStream."""
         return self._inference.Generate(request, timeout=timeout_s)
 
-    async def find_router(self, timeout_s: float) -> bool:
-        """Turn to the next router that answers; False if none does in time. For AsyncStream."""
+    async def find_router(self, timeout_s: float, ended: Callable[[], bool] = lambda: False) -> bool:
+        """Turn to the next router that answers; False if none does in time or before it has `ended`. For
+        AsyncStream."""
         deadline = self._clock.now() + timeout_s
         for index in itertools.cycle(range(len(self._routes))):
             remaining_s = deadline - self._clock.now()
-            if remaining_s <= 0:
+            if remaining_s <= 0 or ended():
                 return False
             candidate = (self._current + 1 + index) % len(self._routes)
             if await self._routes[candidate].serves(min(CONNECT_TIMEOUT_S, remaining_s), wait_for_ready=True):
@@ -105,7 +119,11 @@ class AsyncClient:
         return await self.generate(prompt, timeout_s=timeout_s, **options).read()
 
     async def abort(self, request_id: str, *, timeout_s: float = UNARY_TIMEOUT_S) -> None:
-        await self._ask("Abort", pb.AbortRequest(request_id=request_id), timeout_s)
+        request = pb.AbortRequest(request_id=request_id)
+        deadline = self._clock.now() + timeout_s
+        if self.has_others and await self._abort_anywhere(request, timeout_s):
+            return
+        await self._ask("Abort", request, max(0.0, deadline - self._clock.now()))
 
     async def model_info(self, *, timeout_s: float = UNARY_TIMEOUT_S) -> pb.ModelInfo:
         return await self._ask("GetModelInfo", pb.GetModelInfoRequest(), timeout_s)
@@ -130,10 +148,29 @@ class AsyncClient:
         with own_errors():
             return await getattr(self._inference, method)(request, timeout=max(0.0, deadline - self._clock.now()))
 
+    async def _abort_anywhere(self, request: pb.AbortRequest, timeout_s: float) -> bool:
+        """Ask all routers at once: one that drains serves nothing new but may have it, and a silent one takes no time
+        from the others. False if none answers. Raises NotFound if those that do have not got it."""
+        asks = [asyncio.ensure_future(route.abort(request, timeout_s)) for route in self._routes]
+        unknown = None
+        try:
+            for answer in asyncio.as_completed(asks):
+                error = await answer
+                if error is None:
+                    return True
+                unknown = error if isinstance(error, NotFound) else unknown
+        finally:
+            for ask in asks:
+                ask.cancel()
+        if unknown is not None:
+            raise unknown
+        return False
+
     async def healthy(self, timeout_s: float = 1.0) -> bool:
         return await self._routes[self._current].serves(timeout_s)
 
     async def close(self) -> None:
+        self.closed = True
         for route in self._routes:
             await route.channel.close()
 
@@ -159,6 +196,7 @@ class AsyncStream:
         self._fold = StreamFold(sent_s)
         self._cancelled = False
         self._losses = 0  # of the connection
+        self._look_until_s = 0.0  # after the last one
         self._call = client.open(request, timeout_s)
 
     async def started(self) -> Started:
@@ -183,26 +221,55 @@ class AsyncStream:
             with self._stream_errors():
                 event = await self._call.read()
         except PdserveError as error:
-            self._losses += 1
-            hopeless = self._cancelled or not may_resume(error, self._client.has_others) or self._losses > MAX_LOSSES
-            if hopeless or not await self._resume():
+            if self._fold.result is not None:
+                return None  # all is there: how the call ends does not matter
+            if not await self._may_go_on(error) or not await self._resume():
                 raise
             return True
         if event is grpc.aio.EOF:
             return None
         return self._fold.accept(event, self._clock.now()) or True
 
-    async def _resume(self) -> bool:
-        remaining_s = None if self._deadline_s is None else self._deadline_s - self._clock.now()
+    async def _may_go_on(self, error: PdserveError) -> bool:
+        """Whether to look for a router after this error, and until when. Waits first where one is full."""
+        if isinstance(error, ResourceExhausted) and self._fold.resuming:  # it refused; what broke off is the last loss
+            await self._pause(retry_pause_s(error))
+            return True
+        self._losses += 1
+        if not may_resume(error, self._client.has_others) or self._losses > MAX_LOSSES:
+            return False
         # Who never answered is down; who broke off may be back soon.
         look_s = RESUME_TIMEOUT_S if self._fold.started is not None else self._client.first_look_s
-        look_s = look_s if remaining_s is None else min(look_s, remaining_s)
-        if not await self._client.find_router(look_s):
-            return False
-        if self._fold.started is not None:
-            self._fold.resume()
-        self._call = self._client.open(resumption(self._request, self._fold), remaining_s)
+        self._look_until_s = self._clock.now() + look_s
+        if self._deadline_s is not None:
+            self._look_until_s = min(self._look_until_s, self._deadline_s)
         return True
+
+    async def _pause(self, pause_s: float) -> None:
+        until_s = min(self._clock.now() + pause_s, self._look_until_s)
+        while not self._ended() and self._clock.now() < until_s:  # noqa: ASYNC110 - the client's closing ends it too
+            await asyncio.sleep(LOOK_PAUSE_S)
+
+    async def _resume(self) -> bool:
+        """Go on at the next router that serves; False if none does in time. Raises Cancelled, also where the stream was
+        ended meanwhile, and DeadlineExceeded."""
+        with self._stream_errors():
+            found = await self._client.find_router(self._look_until_s - self._clock.now(), self._ended)
+            if self._ended():
+                raise Cancelled(_ENDED)
+            if not found:
+                return False
+            remaining_s = None if self._deadline_s is None else self._deadline_s - self._clock.now()
+            if remaining_s is not None and remaining_s <= 0:
+                raise DeadlineExceeded("the time was over when another router was found")
+            if self._fold.started is not None:
+                self._fold.resume()
+            self._call = self._client.open(resumption(self._request, self._fold), remaining_s)
+        return True
+
+    def _ended(self) -> bool:
+        """Whether the caller wants no more of it."""
+        return self._cancelled or self._client.closed
 
     @property
     def result(self) -> Result:
@@ -232,11 +299,12 @@ class AsyncStream:
 
     @contextmanager
     def _stream_errors(self) -> Iterator[None]:
-        """grpc tells of a call cancelled here as it tells of a cancelled task; the caller must see them apart."""
+        """grpc tells of a call cancelled here, or of its channel's closing, as it tells of a cancelled task; the caller
+        must see them apart."""
         try:
             with own_errors():
                 yield
         except asyncio.CancelledError:
-            if self._cancelled:
-                raise Cancelled("the stream was cancelled") from None
+            if self._ended():
+                raise Cancelled(_ENDED) from None
             raise

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Unpack
 
@@ -21,15 +23,19 @@ from pdserve.client.channel import (
     UNARY_TIMEOUT_S,
     address_list,
     checked_timeout,
+    error_from_rpc,
     own_errors,
+    retry_pause_s,
 )
 from pdserve.client.request import GenerateOptions, Prompt, generate_request
 from pdserve.client.resume import MAX_LOSSES, ConnectionLost, identified, may_resume, resumption
 from pdserve.client.stream import Delta, Result, Started, StreamFold
 from pdserve.clock import Clock, SystemClock
-from pdserve.errors import PdserveError, ProtocolError
+from pdserve.errors import Cancelled, DeadlineExceeded, NotFound, PdserveError, ProtocolError, ResourceExhausted
 from pdserve.rpc import inference_pb2 as pb
 from pdserve.rpc import inference_pb2_grpc
+
+_ENDED = "the stream was cancelled, or its client closed"
 
 
 class _Route:
@@ -63,6 +69,7 @@ class Client:
         self._routes = [_Route(address) for address in address_list(addresses)]
         self._current = 0
         self._clock = clock or SystemClock()
+        self.closed = False
 
     @property
     def _inference(self) -> inference_pb2_grpc.InferenceStub:
@@ -89,12 +96,13 @@ class Client:
         """A call at the current router; for Stream."""
         return self._inference.Generate(request, timeout=timeout_s)
 
-    def find_router(self, timeout_s: float) -> bool:
-        """Turn to the next router that says it serves; False if none does in time. For Stream."""
+    def find_router(self, timeout_s: float, ended: Callable[[], bool] = lambda: False) -> bool:
+        """Turn to the next router that says it serves; False if none does in time or before it has `ended`. For
+        Stream."""
         deadline = self._clock.now() + timeout_s
         for index in itertools.cycle(range(len(self._routes))):
             remaining_s = deadline - self._clock.now()
-            if remaining_s <= 0:
+            if remaining_s <= 0 or ended():
                 return False
             candidate = (self._current + 1 + index) % len(self._routes)
             if self._routes[candidate].serves(min(CONNECT_TIMEOUT_S, remaining_s), wait_for_ready=True):
@@ -110,8 +118,13 @@ class Client:
         return self.generate(prompt, timeout_s=timeout_s, **options).read()
 
     def abort(self, request_id: str, *, timeout_s: float = UNARY_TIMEOUT_S) -> None:
-        """End a request, whoever sent it. Its stream ends with Cancelled. Raises NotFound if none is in flight."""
-        self._ask("Abort", pb.AbortRequest(request_id=request_id), timeout_s)
+        """End a request, whoever sent it, at whichever router. Its stream ends with Cancelled. Raises NotFound if none
+        is in flight."""
+        request = pb.AbortRequest(request_id=request_id)
+        deadline = self._clock.now() + timeout_s
+        if self.has_others and self._abort_anywhere(request, timeout_s):
+            return
+        self._ask("Abort", request, max(0.0, deadline - self._clock.now()))
 
     def model_info(self, *, timeout_s: float = UNARY_TIMEOUT_S) -> pb.ModelInfo:
         return self._ask("GetModelInfo", pb.GetModelInfoRequest(), timeout_s)
@@ -136,12 +149,30 @@ class Client:
         with own_errors():
             return getattr(self._inference, method)(request, timeout=max(0.0, deadline - self._clock.now()))
 
+    def _abort_anywhere(self, request: pb.AbortRequest, timeout_s: float) -> bool:
+        """Ask all routers at once: one that drains serves nothing new but may have it, and a silent one takes no time
+        from the others. False if none answers. Raises NotFound if those that do have not got it."""
+        answers: SimpleQueue[Any] = SimpleQueue()
+        for route in self._routes:
+            route.inference.Abort.future(request, timeout=timeout_s).add_done_callback(answers.put)
+        unknown = None
+        for _ in self._routes:
+            answer = answers.get()
+            if answer.code() is grpc.StatusCode.OK:
+                return True
+            error = error_from_rpc(answer)
+            unknown = error if isinstance(error, NotFound) else unknown
+        if unknown is not None:
+            raise unknown
+        return False
+
     def healthy(self, timeout_s: float = 1.0) -> bool:
         """Whether the router answers in time that it serves. Never raises a PdserveError."""
         return self._routes[self._current].serves(timeout_s)
 
     def close(self) -> None:
         """Close the connections; streams still open end with Cancelled."""
+        self.closed = True
         for route in self._routes:
             route.channel.close()
 
@@ -166,6 +197,7 @@ class Stream:
         self._fold = StreamFold(sent_s)
         self._cancelled = False
         self._losses = 0  # of the connection
+        self._look_until_s = 0.0  # after the last one
         self._call = client.open(request, timeout_s)
 
     @property
@@ -191,26 +223,58 @@ class Stream:
             with own_errors():
                 event = next(self._call, None)
         except PdserveError as error:
-            self._losses += 1
-            hopeless = self._cancelled or not may_resume(error, self._client.has_others) or self._losses > MAX_LOSSES
-            if hopeless or not self._resume():
+            if self._fold.result is not None:
+                return None  # all is there: how the call ends does not matter
+            if not self._may_go_on(error) or not self._resume():
                 raise
             return True
         if event is None:
             return None
         return self._fold.accept(event, self._clock.now()) or True
 
-    def _resume(self) -> bool:
-        remaining_s = None if self._deadline_s is None else self._deadline_s - self._clock.now()
+    def _may_go_on(self, error: PdserveError) -> bool:
+        """Whether to look for a router after this error, and until when. Waits first where one is full."""
+        if isinstance(error, ResourceExhausted) and self._fold.resuming:  # it refused; what broke off is the last loss
+            self._pause(retry_pause_s(error))
+            return True
+        self._losses += 1
+        if not may_resume(error, self._client.has_others) or self._losses > MAX_LOSSES:
+            return False
         # Who never answered is down; who broke off may be back soon.
         look_s = RESUME_TIMEOUT_S if self._fold.started is not None else self._client.first_look_s
-        look_s = look_s if remaining_s is None else min(look_s, remaining_s)
-        if not self._client.find_router(look_s):
-            return False
-        if self._fold.started is not None:
-            self._fold.resume()
-        self._call = self._client.open(resumption(self._request, self._fold), remaining_s)
+        self._look_until_s = self._clock.now() + look_s
+        if self._deadline_s is not None:
+            self._look_until_s = min(self._look_until_s, self._deadline_s)
         return True
+
+    def _pause(self, pause_s: float) -> None:
+        until_s = min(self._clock.now() + pause_s, self._look_until_s)
+        while not self._ended() and self._clock.now() < until_s:
+            time.sleep(LOOK_PAUSE_S)
+
+    def _resume(self) -> bool:
+        """Go on at the next router that serves; False if none does in time. Raises Cancelled, also where the stream was
+        ended meanwhile, and DeadlineExceeded."""
+        with self._closing_errors():
+            found = self._client.find_router(self._look_until_s - self._clock.now(), self._ended)
+            if self._ended():
+                raise Cancelled(_ENDED)
+            if not found:
+                return False
+            remaining_s = None if self._deadline_s is None else self._deadline_s - self._clock.now()
+            if remaining_s is not None and remaining_s <= 0:
+                raise DeadlineExceeded("the time was over when another router was found")
+            if self._fold.started is not None:
+                self._fold.resume()
+            self._call = self._client.open(resumption(self._request, self._fold), remaining_s)
+        if self._ended():  # by another thread, which may have cancelled the call before this one
+            self._call.cancel()
+            raise Cancelled(_ENDED)
+        return True
+
+    def _ended(self) -> bool:
+        """Whether the caller wants no more of it."""
+        return self._cancelled or self._client.closed
 
     @property
     def result(self) -> Result:
@@ -229,6 +293,16 @@ class Stream:
         """End the request. May be called from any thread; the iteration raises Cancelled. No effect after the end."""
         self._cancelled = True
         self._call.cancel()
+
+    @contextmanager
+    def _closing_errors(self) -> Iterator[None]:
+        """grpc tells of a channel that was closed here as of a wrong argument."""
+        try:
+            yield
+        except ValueError:
+            if self._client.closed:
+                raise Cancelled(_ENDED) from None
+            raise
 
     def __enter__(self) -> Stream:
         return self

@@ -94,11 +94,12 @@ class StreamFold:
         self.resumptions = 0
         self._sent_s = sent_s
         self._deltas: list[Delta] = []
+        self._rests: set[int] = set()  # outputs whose held-back text has come
         self._standings: dict[int, pb.Standing] = {}
         self._awaits_start = True
 
     def accept(self, event: pb.GenerateResponse, now_s: float) -> Delta | None:
-        """Take the next event; a delta is returned. Raises ProtocolError for one that cannot come here."""
+        """Take the next event; a delta with news is returned. Raises ProtocolError for one that cannot come here."""
         if event.HasField("standing"):
             self._standings[event.standing.output_index] = event.standing
         kind = event.WhichOneof("event")
@@ -110,6 +111,8 @@ class StreamFold:
             self._awaits_start = False
             self.started = self.started or _started(event.started)
         elif kind == "delta":
+            if not self._is_news(event.delta):
+                return None
             delta = _delta(event.delta, now_s)
             self._deltas.append(delta)
             return delta
@@ -129,10 +132,26 @@ class StreamFold:
     def _of(self, output_index: int) -> list[Delta]:
         return [delta for delta in self._deltas if delta.output_index == output_index]
 
+    def _is_news(self, delta: pb.Delta) -> bool:
+        """Whether this text has not come before. A router sends text without ids in one case only: at an output's end,
+        what it had held back. The ids do not tell the next router whether that has come, so it sends it again."""
+        if delta.token_ids or not delta.text:
+            return True
+        known = delta.output_index in self._rests
+        self._rests.add(delta.output_index)
+        return not known
+
+    @property
+    def resuming(self) -> bool:
+        """Whether it broke off and no router has taken it over yet."""
+        return self.started is not None and self._awaits_start
+
     def resume(self) -> None:
-        """The stream broke off and begins again elsewhere, where it stood."""
+        """The stream broke off and begins again elsewhere, where it stood. Asked of several until one takes it over, it
+        is one resumption."""
+        if not self.resuming:
+            self.resumptions += 1
         self._awaits_start = True
-        self.resumptions += 1
 
     def end(self) -> None:
         """The stream is over without an error. Raises ProtocolError if it is not complete."""

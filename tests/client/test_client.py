@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -17,8 +18,10 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
-from pdserve.client import AsyncClient, Client, TokenLogprob, aio, blocking
+from pdserve.client import AsyncClient, Client, Result, Stream, TokenLogprob, aio, blocking
+from pdserve.client.channel import LOOK_PAUSE_S, MAX_RETRY_PAUSE_S, RESUME_TIMEOUT_S, retry_pause_s
 from pdserve.client.resume import ConnectionLost
+from pdserve.clock import Clock, ManualClock
 from pdserve.errors import (
     AlreadyExists,
     Cancelled,
@@ -65,12 +68,28 @@ def finished(**fields: Any) -> pb.GenerateResponse:
 WHOLE = (started(), delta("Hel", 1), delta("lo", 2, 3), finished())
 
 
+class ScriptedHealth(health.HealthServicer):
+    """Does `on_check` before it answers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_check: Callable[[], Any] = lambda: None
+
+    def Check(
+        self, request: health_pb2.HealthCheckRequest, context: grpc.ServicerContext
+    ) -> health_pb2.HealthCheckResponse:
+        self.on_check()
+        return super().Check(request, context)
+
+
 class ScriptedRouter(inference_pb2_grpc.InferenceServicer):
     """Answers Generate with `script` and remembers the requests."""
 
     def __init__(self) -> None:
         self.script: Script = lambda request, context: iter(WHOLE)
         self.requests: list[pb.GenerateRequest] = []
+        self.in_flight = {"r1"}
+        self.health = ScriptedHealth()
         self.address = ""
 
     def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
@@ -78,7 +97,7 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServicer):
         yield from self.script(request, context)
 
     def Abort(self, request: pb.AbortRequest, context: grpc.ServicerContext) -> pb.AbortResponse:
-        if request.request_id != "r1":
+        if request.request_id not in self.in_flight:
             context.abort(grpc.StatusCode.NOT_FOUND, f"no request {request.request_id!r} in flight")
         return pb.AbortResponse()
 
@@ -113,20 +132,33 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "CONNECT_TIMEOUT_S", DEADLINE_S)
 
 
-@pytest.fixture
-def router() -> Iterator[ScriptedRouter]:
+@contextmanager
+def scripted_router() -> Iterator[ScriptedRouter]:
     servicer = ScriptedRouter()
     with ThreadPoolExecutor(4) as pool:
         limit = 64 * 1024 * 1024
         options = [("grpc.max_receive_message_length", limit), ("grpc.max_send_message_length", limit)]
         server = grpc.server(pool, options=options)
         inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
-        servicer.health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(servicer.health, server)
         servicer.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         server.start()
         yield servicer
         server.stop(None).wait(DEADLINE_S)
+
+
+@pytest.fixture
+def router() -> Iterator[ScriptedRouter]:
+    with scripted_router() as router:
+        yield router
+
+
+@pytest.fixture
+def other() -> Iterator[ScriptedRouter]:
+    """A second one, that has no request in flight."""
+    with scripted_router() as router:
+        router.in_flight.clear()
+        yield router
 
 
 @pytest.fixture
@@ -290,6 +322,21 @@ def aborting(code: grpc.StatusCode, details: str) -> Script:
     return script
 
 
+def lose(context: grpc.ServicerContext) -> None:
+    """End the call as a lost connection does."""
+    context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+
+
+def refuse_as_full(context: grpc.ServicerContext, retry_after_ms: int) -> None:
+    delay = duration_pb2.Duration()
+    delay.FromMilliseconds(retry_after_ms)
+    detail = any_pb2.Any()
+    detail.Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+    context.abort_with_status(
+        rpc_status.to_status(status_pb2.Status(code=8, message="queue is full", details=[detail]))
+    )
+
+
 class TestErrors:
     @pytest.mark.parametrize(
         ("code", "expected"),
@@ -331,18 +378,11 @@ class TestErrors:
             _ = client.generate("hi").started
 
     def test_retry_hint_of_a_full_router_is_read(self, router: ScriptedRouter, client: Client) -> None:
-        detail = any_pb2.Any()
-        detail.Pack(error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=2, nanos=500_000_000)))
-        status = status_pb2.Status(code=8, message="queue is full", details=[detail])
-
-        def refuse(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
-            context.abort_with_status(rpc_status.to_status(status))
-            yield
-
-        router.script = refuse
+        router.script = lambda request, context: iter((refuse_as_full(context, 2500),))
         with pytest.raises(ResourceExhausted, match="queue is full") as caught:
             client.complete("hi")
         assert caught.value.retry_after_s == 2.5
+        assert len(router.requests) == 1, "what nobody has begun is not asked for again"
 
     def test_nobody_listening_is_unavailable(self) -> None:
         with Client(f"127.0.0.1:{unused_port()}") as client, pytest.raises(Unavailable):
@@ -496,6 +536,32 @@ class TestOtherCalls:
         with pytest.raises(NotFound, match="no request 'r2' in flight"):
             client.abort("r2")
 
+    def test_abort_finds_the_router_that_has_the_request(self, router: ScriptedRouter, other: ScriptedRouter) -> None:
+        with socket.socket() as silent:
+            silent.bind(("127.0.0.1", 0))
+            silent.listen()
+            gone, mute = unused_port(), silent.getsockname()[1]
+            addresses = f"127.0.0.1:{mute},{other.address},127.0.0.1:{gone},{router.address}"
+            with Client(addresses) as client:
+                client.abort("r1", timeout_s=DEADLINE_S)
+            run(lambda client: client.abort("r1", timeout_s=DEADLINE_S), addresses)
+
+    def test_abort_is_not_found_where_no_router_has_the_request(
+        self, router: ScriptedRouter, other: ScriptedRouter
+    ) -> None:
+        addresses = f"{router.address},127.0.0.1:{unused_port()},{other.address}"
+        with Client(addresses) as client, pytest.raises(NotFound, match="no request 'r2' in flight"):
+            client.abort("r2", timeout_s=DEADLINE_S)
+        with pytest.raises(NotFound, match="no request 'r2' in flight"):
+            run(lambda client: client.abort("r2", timeout_s=DEADLINE_S), addresses)
+
+    def test_abort_where_no_router_answers_says_so(self) -> None:
+        addresses = f"127.0.0.1:{unused_port()},127.0.0.1:{unused_port()}"
+        with Client(addresses) as client, pytest.raises((Unavailable, DeadlineExceeded)):
+            client.abort("r1", timeout_s=0.5)
+        with pytest.raises((Unavailable, DeadlineExceeded)):
+            run(lambda client: client.abort("r1", timeout_s=0.5), addresses)
+
     def test_health_follows_what_the_router_says(self, router: ScriptedRouter, client: Client) -> None:
         assert client.healthy(DEADLINE_S)
         router.health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -506,11 +572,11 @@ class TestOtherCalls:
             assert not client.healthy(0.5)
 
 
-def run(work: Callable[[AsyncClient], Any], address: str) -> Any:
+def run(work: Callable[[AsyncClient], Any], address: str, clock: Clock | None = None) -> Any:
     """Run a coroutine with a client of its own, within the deadline."""
 
     async def bounded() -> Any:
-        async with asyncio.timeout(DEADLINE_S), AsyncClient(address) as client:
+        async with asyncio.timeout(DEADLINE_S), AsyncClient(address, clock=clock) as client:
             return await work(client)
 
     return asyncio.run(bounded())
@@ -552,6 +618,21 @@ class TestAsync:
             stream.cancel()
             with pytest.raises(Cancelled):
                 await anext(deltas)
+            return await happened(script.ended)
+
+        assert run(work, router.address)
+
+    def test_closing_the_client_ends_its_streams(self, router: ScriptedRouter) -> None:
+        router.script = script = HangingScript(started(), delta("a", 1))
+
+        async def work(client: AsyncClient) -> bool:
+            deltas = aiter(client.generate("hi"))
+            await anext(deltas)
+            reading = asyncio.ensure_future(anext(deltas))
+            await asyncio.sleep(0)  # it has begun
+            await client.close()
+            with pytest.raises(Cancelled):
+                await reading
             return await happened(script.ended)
 
         assert run(work, router.address)
@@ -604,3 +685,175 @@ class TestAsync:
             assert not await client.healthy(0.5)
 
         run(work, f"127.0.0.1:{unused_port()}")
+
+
+def broken_off(
+    *rest: pb.GenerateResponse, before: Callable[[grpc.ServicerContext], Any] = lambda context: None
+) -> Script:
+    """A stream whose connection is lost after its first token. At the next router: `before`, then `rest`."""
+
+    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        if request.HasField("resume"):
+            before(context)
+            yield from rest
+            return
+        yield started()
+        yield delta("Hel", 1)
+        lose(context)
+
+    return script
+
+
+REST = (started(), delta("lo", 2, 3), finished())
+
+
+@pytest.fixture(params=["blocking", "async"])
+def complete(request: pytest.FixtureRequest) -> Callable[..., Result]:
+    """A whole generation, by either client."""
+
+    def by_blocking(address: str, clock: Clock | None = None, **options: Any) -> Result:
+        with Client(address, clock=clock) as client:
+            return client.complete("hi", **options)
+
+    def by_async(address: str, clock: Clock | None = None, **options: Any) -> Result:
+        return run(lambda client: client.complete("hi", **options), address, clock)
+
+    return by_blocking if request.param == "blocking" else by_async
+
+
+@pytest.mark.usefixtures("patient")
+class TestLoss:
+    """A stream whose router is lost."""
+
+    def test_text_that_is_sent_again_at_an_outputs_end_counts_once(
+        self, router: ScriptedRouter, complete: Callable[..., Result]
+    ) -> None:
+        def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+            yield started()
+            if not request.HasField("resume"):
+                yield delta("ab", 1, 2, 3)
+                yield delta("c")
+                lose(context)
+            yield delta("c")
+            yield finished()
+
+        router.script = script
+        assert complete(router.address).text == "abc"
+        with Client(router.address) as client:
+            assert [delta.text for delta in client.generate("hi")] == ["ab", "c"]
+
+    def test_connection_that_breaks_after_the_end_takes_nothing_away(
+        self, router: ScriptedRouter, complete: Callable[..., Result]
+    ) -> None:
+        def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+            yield from WHOLE
+            lose(context)
+
+        router.script = script
+        assert complete(router.address).text == "Hello"
+        assert len(router.requests) == 1
+
+    def test_time_spent_looking_is_taken_from_the_streams_own(
+        self, router: ScriptedRouter, complete: Callable[..., Result]
+    ) -> None:
+        clock, left = ManualClock(), []
+        router.script = broken_off(*REST, before=lambda context: left.append(context.time_remaining()))
+        router.health.on_check = lambda: clock.advance(60.0)
+        assert complete(router.address, clock, timeout_s=100.0).text == "Hello"
+        assert left[0] < 50.0, "about 40: gRPC rounds"
+
+    def test_deadline_that_passes_while_the_stream_looks_ends_it(
+        self, router: ScriptedRouter, complete: Callable[..., Result]
+    ) -> None:
+        clock = ManualClock()
+        router.script = broken_off(*REST)
+        router.health.on_check = lambda: clock.advance(60.0)
+        with pytest.raises(DeadlineExceeded):
+            complete(router.address, clock, timeout_s=60.0)
+        assert len(router.requests) == 1
+
+    def test_router_that_is_full_is_asked_again(self, router: ScriptedRouter, complete: Callable[..., Result]) -> None:
+        def full_at_first(context: grpc.ServicerContext) -> None:
+            if len(router.requests) <= 3:
+                refuse_as_full(context, 10)
+
+        router.script = broken_off(*REST, before=full_at_first)
+        result = complete(router.address)
+        assert (result.text, result.resumptions) == ("Hello", 1)
+        assert len(router.requests) == 4
+
+    def test_router_that_stays_full_ends_the_stream_when_the_looks_time_is_over(
+        self, router: ScriptedRouter, complete: Callable[..., Result]
+    ) -> None:
+        clock = SteppingClock()
+        router.script = broken_off(before=lambda context: refuse_as_full(context, 2000))
+        begun_s = clock.now()
+        with pytest.raises(ResourceExhausted, match="queue is full"):
+            complete(router.address, clock)
+        assert RESUME_TIMEOUT_S <= clock.now() - begun_s <= RESUME_TIMEOUT_S + 5.0
+        assert len(router.requests) > 2
+
+    @pytest.mark.parametrize(
+        ("asked_s", "pause_s"), [(0.0, LOOK_PAUSE_S), (0.5, 0.5), (MAX_RETRY_PAUSE_S * 2, MAX_RETRY_PAUSE_S)]
+    )
+    def test_full_router_is_left_alone_as_long_as_it_asks_within_reason(self, asked_s: float, pause_s: float) -> None:
+        assert retry_pause_s(ResourceExhausted("full", asked_s)) == pause_s
+
+    def test_cancel_while_the_stream_looks_ends_it(self, router: ScriptedRouter, client: Client) -> None:
+        router.script = broken_off(*REST)
+        stream = client.generate("hi")
+        router.health.on_check = stream.cancel
+        with pytest.raises(Cancelled):
+            stream.read()
+        assert len(router.requests) == 1
+
+    def test_cancel_while_an_async_stream_looks_ends_it(self, router: ScriptedRouter) -> None:
+        router.script = broken_off(*REST)
+
+        async def work(client: AsyncClient) -> None:
+            stream, loop = client.generate("hi"), asyncio.get_running_loop()
+
+            async def cancel() -> None:
+                stream.cancel()
+
+            router.health.on_check = lambda: asyncio.run_coroutine_threadsafe(cancel(), loop).result(DEADLINE_S)
+            with pytest.raises(Cancelled):
+                await stream.read()
+
+        run(work, router.address)
+        assert len(router.requests) == 1
+
+    @pytest.mark.parametrize("end", [Stream.cancel, lambda stream: stream._client.close()])
+    def test_end_between_the_look_and_the_next_call_is_noticed(
+        self, router: ScriptedRouter, client: Client, monkeypatch: pytest.MonkeyPatch, end: Callable[[Stream], None]
+    ) -> None:
+        router.script = broken_off(*REST)
+        stream = client.generate("hi")
+        open_call = client.open
+
+        def end_and_open(*args: Any) -> Any:
+            end(stream)
+            return open_call(*args)
+
+        monkeypatch.setattr(client, "open", end_and_open)
+        with pytest.raises(Cancelled):
+            stream.read()
+
+    def test_closing_the_client_while_a_stream_looks_ends_it(self, router: ScriptedRouter, client: Client) -> None:
+        router.script = broken_off(*REST)
+        router.health.on_check = client.close
+        with pytest.raises(Cancelled):
+            client.complete("hi")
+        assert len(router.requests) == 1
+
+    def test_closing_the_client_while_an_async_stream_looks_ends_it(self, router: ScriptedRouter) -> None:
+        router.script = broken_off(*REST)
+
+        async def work(client: AsyncClient) -> None:
+            loop = asyncio.get_running_loop()
+            router.health.on_check = lambda: asyncio.run_coroutine_threadsafe(client.close(), loop).result(DEADLINE_S)
+            with pytest.raises(Cancelled):
+                await client.complete("hi")
+
+        run(work, router.address)
+        assert len(router.requests) == 1

@@ -19,3 +19,19 @@ def test_the_next_router_is_told_how_the_outputs_stood_at_the_last_one() -> None
     again = resumption(pb.GenerateRequest(request_id="r"), fold)
     assert list(again.resume.standings) == [after, other]
     assert [list(output.ids) for output in again.resume.outputs] == [[5, 6]]
+
+
+def test_text_held_back_to_an_outputs_end_is_taken_once_for_each_output() -> None:
+    fold = StreamFold(0.0)
+
+    def accept(**fields: object) -> bool:
+        return fold.accept(pb.GenerateResponse(delta=pb.Delta(**fields)), 0.0) is not None
+
+    fold.accept(pb.GenerateResponse(started=pb.Started(request_id="r", prompt_token_ids=[7])), 0.0)
+    assert accept(token_ids=[5], text="a")
+    assert accept(text="b")
+    fold.resume()
+    fold.accept(pb.GenerateResponse(started=pb.Started(request_id="r", prompt_token_ids=[7])), 0.0)
+    assert not accept(text="b")
+    assert accept(output_index=1, token_ids=[5])
+    assert accept(output_index=1, text="b")
