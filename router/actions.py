@@ -36,6 +36,11 @@ class Request:
         """How many outputs it has."""
         return len(self.received_ids)
 
+    @property
+    def resumed(self) -> bool:
+        """Whether another router had it before."""
+        return bool(self.standings)
+
 
 @dataclass(frozen=True, slots=True)
 class StartDecode:

@@ -15,7 +15,8 @@ A prefill worker that is lost or fails does not end the attempt: the decode work
 ticket for another one or computes the rest itself.
 
 Attempts go on as long as they bring tokens; `max_attempts` in a row without one end the request. After a worker's loss
-its requests are placed again a few at a time, the oldest first, so that they do not crowd out everybody else.
+its requests are placed again a few at a time, the oldest first, so that they do not crowd out everybody else. A worker
+that takes no more is asked again when one of its requests has ended, or after a pause; a request that it refused waits.
 
 A token is accepted once: when it comes from the decode worker of the current attempt, at the next output position.
 Everything that an older attempt still says is fenced off by its owner.
@@ -56,6 +57,8 @@ from router.membership import Membership
 from router.policies import Candidate, Policy, Wish
 from router.suspicion import Refusals
 
+_FULL_PAUSE_S = 0.25  # before a worker that took no more is asked again
+
 
 class Dispatch:
     """All requests of one router. `incarnation` is the router's, and fences its work against a former life's."""
@@ -68,6 +71,7 @@ class Dispatch:
         self._breakers = Breakers(config.breaker_failures, config.breaker_cooldown_ms / 1000)
         self._refusals = Refusals(config.poison_refusal_ms / 1000)
         self._requests: dict[tuple[str, int], InFlight] = {}  # by request id and output; the oldest first
+        self._full_until: dict[str, float] = {}  # workers that took no more; others' requests end meanwhile
         self._attempts = 0  # made so far, of all requests: a request id may come again, an owner may not
 
     def __len__(self) -> int:
@@ -84,10 +88,11 @@ class Dispatch:
         FailedPrecondition, and then has not taken it."""
         if self._outputs(request.request_id):
             raise AlreadyExists(f"request_id: {request.request_id!r} is in flight at this router; choose another")
-        if len(self._requests) + request.n > self._config.max_requests:
+        limit = self._config.max_requests * (2 if request.resumed else 1)  # another router may have had as many
+        if len(self._requests) + request.n > limit:
             raise ResourceExhausted(
                 f"{len(self._requests)} outputs are in flight and {request.n} more are asked for: "
-                f"this router takes {self._config.max_requests}"
+                f"this router takes {limit}"
             )
         refused_s = self._refusals.remaining_s(request.tenant, request.prompt_ids, now)
         if refused_s > 0:
@@ -146,6 +151,7 @@ class Dispatch:
         entry.deadline = None
         entry.attempt.prefill = None
         entry.fruitless = 0
+        entry.unplaced_since = None
         entry.output_ids.extend(token.token_id for token in tokens)
         entry.suspicion.progressed(len(entry.output_ids))
         self._note_success(worker)
@@ -159,6 +165,12 @@ class Dispatch:
         entry = self._current(owner)
         if entry is None or entry.attempt is None:
             return []
+        if isinstance(outcome, Cancelled):  # not by this router, which has forgotten what it cancelled
+            outcome = Unavailable(f"{worker} gave it up: {outcome}")
+        if isinstance(outcome, ResourceExhausted):
+            self._full_until[worker] = now + _FULL_PAUSE_S
+        elif worker in self._full_until:  # it has room for one more now
+            self._full_until[worker] = now
         if worker == entry.attempt.decode:
             entry.attempt.decode = None
             if isinstance(outcome, PdserveError):
@@ -176,6 +188,7 @@ class Dispatch:
     def on_worker_lost(self, worker: str, now: float, crashed: bool = True) -> list[Action]:
         """A member has left. What still needs it goes on elsewhere. `crashed`: perhaps a request did it."""
         actions: list[Action] = []
+        self._full_until.pop(worker, None)
         lost = Unavailable(f"worker {worker} was lost")
         self._note_failure(worker, lost, now)
         for entry in list(self._requests.values()):
@@ -213,8 +226,7 @@ class Dispatch:
             if entry.deadline is None or now < entry.deadline:
                 continue
             if entry.phase is Phase.PLACING:
-                waited_s = self._config.placement_timeout_ms / 1000
-                actions += self._end(entry, Unavailable(f"no decode worker is alive (waited {waited_s:g} s)"))
+                actions += self._end(entry, self._unplaced(now))
             elif entry.attempt is not None and entry.attempt.decode is not None:
                 silent = TransferError(f"{entry.attempt.decode} issued no ticket in time")
                 self._note_failure(entry.attempt.decode, silent, now)
@@ -244,15 +256,27 @@ class Dispatch:
     def _place_waiting(self, now: float) -> list[Action]:
         """Place what waits for a worker or for its turn to recover, the oldest first."""
         waiting = [entry for entry in self._requests.values() if entry.phase is Phase.PLACING]
-        return [action for entry in waiting for action in self._place(entry, now)]
+        if not waiting:
+            if not self._is_full(now):
+                self._full_until.clear()
+            return []
+        actions: list[Action] = []
+        candidates = self._candidates(now)
+        for entry in waiting:
+            placed = self._place(entry, now, candidates)
+            if placed:
+                candidates = self._candidates(now)
+            actions += placed
+        return actions
 
-    def _place(self, entry: InFlight, now: float) -> list[Action]:
-        """Start the next attempt, or let it wait for a worker or for its turn."""
+    def _place(self, entry: InFlight, now: float, candidates: list[Candidate] | None = None) -> list[Action]:
+        """Start the next attempt, or let it wait for a worker or for its turn. `candidates`: as they are now, where
+        somebody has looked already."""
         entry.phase = Phase.PLACING
         if entry.attempts and self._recoveries() >= self._config.max_recoveries:
             entry.deadline = None  # those before it have one
             return []
-        wish, candidates = self._wish(entry), self._candidates(now)
+        wish, candidates = self._wish(entry), self._candidates(now) if candidates is None else candidates
         if entry.suspicion.isolated:  # two suspects on one worker would be convicted together
             apart = [candidate for candidate in candidates if not candidate.isolating]
             if candidates and not apart:
@@ -262,13 +286,16 @@ class Dispatch:
         share = self._shareable(entry, candidates)
         decode = share[0] if share else self._policy.choose_decode(wish, candidates)
         if decode is None:
-            if entry.deadline is None:
-                entry.deadline = now + self._config.placement_timeout_ms / 1000
+            entry.unplaced_since = now if entry.unplaced_since is None else entry.unplaced_since
+            entry.deadline = entry.unplaced_since + self._config.placement_timeout_ms / 1000
+            if entry.output_ids and self._is_full(now):  # what was taken once waits for as long as others progress
+                entry.deadline = None
             return []
-        self._note_output(entry, decode)
+        entry.eos_token_ids = self._eos_token_ids(entry, decode)
         finish = entry.request.params.end_of(entry.output_ids, entry.eos_token_ids)
         if finish is not None:  # nothing is missing but the end
             return self._end(entry, finish)
+        self._note_output(entry, decode)
         self._note_placed(decode, now)
         entry.attempts += 1
         entry.fruitless += 1
@@ -338,11 +365,24 @@ class Dispatch:
                 isolating=member.info.incarnation in isolating,
             )
             for member in self._membership
+            if now >= self._full_until.get(member.info.incarnation, 0.0)
         ]
+
+    def _is_full(self, now: float) -> bool:
+        return any(now < until for until in self._full_until.values())
+
+    def _unplaced(self, now: float) -> PdserveError:
+        """Why there was no place for a request for so long."""
+        waited = f"(waited {self._config.placement_timeout_ms / 1000:g} s)"
+        if self._is_full(now):
+            return ResourceExhausted(f"every worker is full {waited}")
+        return Unavailable(f"no decode worker is alive {waited}")
 
     # Breakers know workers by their id: one that crashes whenever it is started stays noticed.
 
     def _note_placed(self, worker: str, now: float) -> None:
+        if worker in self._full_until:  # a try whether it takes more: one at a time
+            self._full_until[worker] = now + _FULL_PAUSE_S
         info = self._membership.known(worker)
         if info is not None:
             self._breakers.placed(info.worker_id, now)
@@ -364,8 +404,10 @@ class Dispatch:
     def _note_output(self, entry: InFlight, worker: str) -> None:
         """`worker` computes what comes next of the output."""
         entry.output_computed_by(self._fingerprint(worker))
+
+    def _eos_token_ids(self, entry: InFlight, worker: str) -> tuple[int, ...]:
         member = self._membership.get(worker)
-        entry.eos_token_ids = member.info.eos_token_ids if member else entry.eos_token_ids
+        return member.info.eos_token_ids if member else entry.eos_token_ids
 
     def _fingerprint(self, worker: str) -> str:
         member = self._membership.get(worker)
@@ -400,8 +442,13 @@ class Dispatch:
             return [*actions, *self._convict(entry, now)]
         if not error.retryable:
             return [*actions, *self._end(entry, error)]
+        if isinstance(error, ResourceExhausted):  # the worker has not begun with it
+            entry.fruitless -= 1
+            entry.attempts -= 1
+            return [*actions, Retry(owner, phase, str(error)), *self._place(entry, now)]
+        entry.unplaced_since = None
         if entry.fruitless >= self._config.max_attempts:
-            if not isinstance(error, ResourceExhausted | InternalError):
+            if not isinstance(error, InternalError):
                 error = Unavailable(f"gave up after {entry.fruitless} attempts without a token; the last one: {error}")
             return [*actions, *self._end(entry, error)]
         entry.avoid.add(worker)

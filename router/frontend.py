@@ -124,7 +124,7 @@ class Frontend(InferenceServicer):
         try:
             resolved = await self._resolve(request)
             resumed = request.HasField("resume")
-            events = self._router.submit(work_of(resolved, request.resume), resumed)
+            events = self._router.submit(work_of(resolved, request), resumed)
         except PdserveError as error:
             await _abort(context, error)
         try:
@@ -218,10 +218,12 @@ class Frontend(InferenceServicer):
             self._router.finish(events, output.index, Finish(FinishReason.STOP, stop=output.stop))
 
 
-def work_of(resolved: ResolvedRequest, resume: pb.Resume) -> Request:
+def work_of(resolved: ResolvedRequest, request: pb.GenerateRequest) -> Request:
     """What the attempt loop is asked for."""
-    known = {message.output_index: message for message in resume.standings}
-    standings = tuple(_standing_of(known.get(index)) for index in range(len(resolved.received_ids)))
+    standings: tuple[Standing, ...] = ()
+    if request.HasField("resume"):
+        known = {message.output_index: message for message in request.resume.standings}
+        standings = tuple(_standing_of(known.get(index)) for index in range(len(resolved.received_ids)))
     return Request(
         resolved.request_id, resolved.prompt_ids, resolved.sampling, resolved.received_ids, standings=standings
     )

@@ -50,6 +50,7 @@ class InFlight:
     attempt: Attempt | None = None
     attempts: int = 0
     fruitless: int = 0  # attempts in a row that brought no token
+    unplaced_since: float | None = None  # no worker was there for it, or every one was full
     output_ids: list[int] = field(default_factory=list)
     suspicion: Suspicion = field(default_factory=Suspicion)
     avoid: set[str] = field(default_factory=set)

@@ -27,6 +27,7 @@ MAX_STOP_TOKEN_IDS: Final = 128
 MAX_LOGPROBS: Final = 20
 MAX_LOGIT_BIASES: Final = 1024
 MAX_OUTPUTS: Final = 64
+MIN_REPETITION_PENALTY: Final = 0.01  # what is divided by less is soon infinite
 
 # Below this a temperature counts as 0, as elsewhere in the ecosystem: it is greedy but for rounding.
 GREEDY_TEMPERATURE: Final = 1e-5
@@ -296,8 +297,9 @@ def _penalty(field: str, value: float | None) -> float:
 def _repetition_penalty(value: float | None) -> float:
     if value is None:
         return 1.0
-    if not 0.0 < value <= 2.0:
-        raise InvalidArgument("repetition_penalty", f"is {value}: must be in (0, 2], where 1 is off")
+    if not MIN_REPETITION_PENALTY <= value <= 2.0:
+        allowed = f"[{MIN_REPETITION_PENALTY:g}, 2]"
+        raise InvalidArgument("repetition_penalty", f"is {value}: must be in {allowed}, where 1 is off")
     return value
 
 

@@ -34,7 +34,7 @@ _RETRY_S = 0.1
 _LOOK_S = 20.0  # how long a router is looked for that serves
 _KEEPALIVE_S = 2.0  # after which a client notices that its router is gone without a word
 # How a request may end badly: everything else would be a bug of ours or blame the client for what it did not do.
-_ALLOWED_ERRORS = (Cancelled, ResourceExhausted, Unavailable)
+_ALLOWED_ERRORS = (ResourceExhausted, Unavailable)
 
 
 @dataclass(frozen=True, slots=True)

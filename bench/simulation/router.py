@@ -67,7 +67,7 @@ class SimulatedRouter:
         try:
             if self.leaving:
                 raise Unavailable("this router is shutting down; ask another one")
-            self.control.submit(work_of(resolved, request.resume), stream, request.HasField("resume"))
+            self.control.submit(work_of(resolved, request), stream, request.HasField("resume"))
         except PdserveError as error:
             wire.send(self.process, "error", lambda error=error: caller.on_error(error), error)
             return None

@@ -11,6 +11,7 @@ A thread of its own runs the streams. Handlers are called on it and must only en
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Iterable
 
@@ -70,8 +71,9 @@ class WorkerSessions:
         asyncio.run_coroutine_threadsafe(self._flush(timeout_s), self._loop).result(timeout_s + 1.0)
 
     def _send(self, router: str, message: pb.WorkerMessage) -> None:
-        """Any thread."""
-        self._loop.call_soon_threadsafe(self._enqueue, router, message)
+        """Any thread. After `close` nobody is left to tell."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._enqueue, router, message)
 
     def _enqueue(self, router: str, message: pb.WorkerMessage) -> None:
         outbox = self._outboxes.get(router)
@@ -115,6 +117,9 @@ class WorkerSessions:
                 _log.debug("no session", address=address, code=error.code().name, details=error.details())
             except TimeoutError:
                 _log.warning("router is silent", address=address)
+            except asyncio.CancelledError:  # of a call that this side broke off, which is no reason to leave the router
+                if self._stopping.is_set():
+                    raise
             await asyncio.sleep(_RECONNECT_S)
 
     async def _hold(self, address: str) -> None:

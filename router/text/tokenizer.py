@@ -81,8 +81,9 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`. Special tokens written in it count as such, as in the ecosystem. `add_special_tokens`: put
         around it what the checkpoint says (often a bos token). Text of a megabyte takes about a second, without the
-        interpreter's lock."""
-        return self._pipeline.encode(text, add_special_tokens=add_special_tokens).ids
+        interpreter's lock: that is why it is a batch of one."""
+        (encoded,) = self._pipeline.encode_batch([text], add_special_tokens=add_special_tokens)
+        return encoded.ids
 
     def render_chat(self, messages: Sequence[ChatMessage], add_generation_prompt: bool = True) -> str:
         """The text of a chat's prompt. Raises InvalidArgument("chat", ...) if there is none."""

@@ -148,7 +148,7 @@ BAD = [
     ({"min_tokens": 3, "max_tokens": 2}, "min_tokens", r"in \[0, 2\]"),
     ({"presence_penalty": 2.5}, "presence_penalty", r"in \[-2, 2\]"),
     ({"frequency_penalty": float("nan")}, "frequency_penalty", r"in \[-2, 2\]"),
-    ({"repetition_penalty": 0.0}, "repetition_penalty", r"in \(0, 2\]"),
+    ({"repetition_penalty": 0.0}, "repetition_penalty", r"in \[0.01, 2\]"),
     ({"logit_bias": {60_000: 1.0}}, "logit_bias", "must be in"),
     ({"logit_bias": {5: 101.0}}, "logit_bias", r"in \[-100, 100\]"),
     ({"logprobs": 21}, "logprobs", r"in \[0, 20\]"),

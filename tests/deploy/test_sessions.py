@@ -2,6 +2,7 @@
 
 import asyncio
 import queue
+import threading
 from dataclasses import replace
 
 import grpc
@@ -12,8 +13,9 @@ from pdserve.client import AsyncClient, Client, blocking
 from pdserve.config import RouterConfig
 from pdserve.errors import Cancelled, Unavailable
 from pdserve.rpc import cluster_pb2 as pb
-from pdserve.rpc import convert, inference_pb2
+from pdserve.rpc import convert, inference_pb2, worker_session
 from pdserve.rpc.cluster_pb2_grpc import ClusterStub
+from pdserve.rpc.worker_session import WorkerSessions
 from pdserve.types import ModelLimits, Role, SamplingParams, WorkerInfo
 from router.actions import Request
 from support.clusters import wait_for
@@ -140,6 +142,43 @@ def test_a_late_goodbye_of_an_old_handler_spares_the_next_request_of_that_id(sma
 
     with RouterThread(small_checkpoint) as router:
         assert router.call(scenario(router.router)) == (True, True)
+
+
+def test_a_worker_that_was_told_to_stop_with_streams_left_ends_in_order(small_checkpoint, sockets):
+    with RouterThread(small_checkpoint) as router:
+        worker = make_worker(small_checkpoint, sockets, router)
+        worker.start()
+        wait_for(lambda: joined(router), "the worker joins")
+        with Client(router.router.grpc_address) as client:
+            stream = iter(client.generate("Hello", temperature=0, max_tokens=3000, ignore_eos=True))
+            next(stream)
+            worker.stop()
+            with pytest.raises(Unavailable):
+                list(stream)
+    assert not list(sockets.iterdir())
+
+
+def test_a_worker_that_broke_its_session_because_a_router_reads_too_slowly_comes_back(
+    small_checkpoint, sockets, monkeypatch
+):
+    enqueue, limit, broken = WorkerSessions._enqueue, worker_session._MAX_UNSENT, threading.Event()
+
+    def full_once(self, router, message):
+        monkeypatch.setattr(worker_session, "_MAX_UNSENT", limit if broken.is_set() else 0)
+        broken.set()
+        enqueue(self, router, message)
+
+    config = RouterConfig(grpc_port=0, placement_timeout_ms=20_000, worker_timeout_ms=3_000)
+    with RouterThread(small_checkpoint, config) as router:
+        worker = make_worker(small_checkpoint, sockets, router)
+        worker.start()
+        wait_for(lambda: joined(router), "the worker joins")
+        monkeypatch.setattr(WorkerSessions, "_enqueue", full_once)
+        with Client(router.router.grpc_address) as client:
+            result = client.complete("Hello", temperature=0, max_tokens=5, ignore_eos=True)
+        assert broken.is_set()
+        assert (len(result.token_ids), result.attempts) == (5, 2)
+        worker.stop()
 
 
 SAMPLED = {"temperature": 0.9, "seed": 3, "max_tokens": 300, "ignore_eos": True, "stop": ["never to be seen"]}

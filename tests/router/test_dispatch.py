@@ -33,6 +33,7 @@ from router.actions import (
     PrefillLocally,
     Request,
     Retry,
+    SenderLost,
     Standing,
     Stands,
     StartDecode,
@@ -422,11 +423,68 @@ def test_a_draining_worker_gets_nothing_new():
     assert prefill.worker == "p1"
 
 
-def test_a_full_worker_is_told_to_the_client_as_full():
+FULL = ResourceExhausted("256 requests are queued")
+
+
+def test_a_request_that_a_full_worker_refuses_goes_to_another_one():
+    world = World("d0", "d1")
+    (start,) = world.submit()
+    retry, again = world.terminal(start, FULL)
+    assert isinstance(retry, Retry)
+    assert again.worker != start.worker
+
+
+def test_a_request_that_every_worker_refuses_waits_for_room_and_ends_when_none_comes():
     world = World("d0", config=replace(CONFIG, max_attempts=1))
     (start,) = world.submit()
-    *_, end = world.terminal(start, ResourceExhausted("full"))
+    for now in (0.0, 0.3, 0.6, 1.6):
+        (retry,) = world.dispatch.on_terminal("d0", start.owner, FULL, now)
+        assert isinstance(retry, Retry)
+        assert world.dispatch.tick(now + 0.2) == []
+        (start,) = world.dispatch.tick(now + 0.25)
+    world.dispatch.on_terminal("d0", start.owner, FULL, 1.9)
+    assert world.dispatch.tick(1.99) == []
+    (end,) = world.dispatch.tick(2.0)
     assert isinstance(end.outcome, ResourceExhausted)
+    assert "every worker is full (waited 2 s)" in str(end.outcome)
+
+
+def test_a_stream_whose_worker_is_lost_waits_for_as_long_as_the_others_are_full():
+    world = World("d0")
+    (start,) = world.submit()
+    world.tokens(start, 0, 10)
+    world.join("d1")
+    _, again = world.lose("d0")
+    now = 0.0
+    while now < 60.0:
+        (retry,) = world.dispatch.on_terminal("d1", again.owner, FULL, now)
+        assert isinstance(retry, Retry)
+        now += 0.25
+        (again,) = world.dispatch.tick(now)
+    assert again.output_ids == (10,)
+    assert world.tokens(again, 1, 11) == [Accept("r", 0, (SampledToken(11),))]
+    assert world.terminal(again, LENGTH) == [End("r", 0, LENGTH, 2, True)]
+
+
+def test_a_full_worker_is_asked_for_one_more_at_a_time_when_a_request_of_its_has_ended():
+    world = World("d0")
+    first = world.submit("first")[0]
+    others = [world.submit(str(number))[0] for number in range(3)]
+    for start in others:
+        world.terminal(start, FULL)
+    (end, again) = world.terminal(first, LENGTH)
+    assert isinstance(end, End)
+    assert again.owner.request_id == "0"
+    assert world.dispatch.tick(0.1) == []
+
+
+def test_a_worker_that_gives_a_request_up_does_not_cancel_it():
+    """It has lost its session with this router, and says so through the other side of the transfer."""
+    world = World("p0", "d0", "d1")
+    start = world.prefilling()
+    gone = Cancelled("its session is broken")
+    assert [type(action) for action in world.terminal(start, gone, worker="p0")] == [SenderLost]
+    assert [type(action) for action in world.terminal(start, gone)] == [Retry, StartDecode]
 
 
 def test_a_clients_error_is_not_tried_again():
@@ -473,6 +531,7 @@ def test_the_door_closes_when_the_router_is_full():
         world.submit(str(number))
     with pytest.raises(ResourceExhausted, match="4 outputs"):
         world.submit("one more")
+    assert world.resume(Standing(), 10), "a lost router's streams find room"
 
 
 def test_requests_spread_over_decode_workers():
@@ -588,6 +647,12 @@ def test_a_resumed_stream_is_exact_only_if_all_of_it_was(standing, exact):
     world.dispatch.on_ticket("d0", start.owner, TICKET, 0.0)
     world.tokens(start, 1, 11)
     assert world.terminal(start, LENGTH)[-1].exact is exact
+
+
+def test_a_resumed_stream_that_lacks_only_its_end_is_as_exact_as_it_was():
+    world = World("p0", "d0")
+    (end,) = world.resume(Standing("other", "other"), 10, 11, 12, 13)
+    assert (end.outcome, end.exact) == (LENGTH, True)
 
 
 def test_a_resumed_stream_goes_on_with_the_fingerprints_it_had():

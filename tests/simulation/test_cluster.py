@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
-from bench.simulation import run, simulate
+from bench.simulation import run, runner, simulate
 from bench.simulation.__main__ import main
+from bench.simulation.client import JobPlan
+from bench.simulation.network import Conditions, Death
+from bench.simulation.scenario import Fault, FaultKind, Scenario, draw
+from bench.simulation.worker import WorkerPlan
+from pdserve.config import EngineConfig
+from pdserve.types import Role, SamplingParams
 
 _SEEDS = 500
 _CHUNK = 25
 # Seeds that fail where a fix is undone. With workers of two kinds, streams were called exact that were not: of an
 # output that shares a prompt of the other kind (3), of a stream resumed at another router (94), of a delivered prompt
-# that is computed again (181). They mean this as long as scenario.py draws the same; direct tests: tests/router.
-_REGRESSIONS = (3, 94, 181)
+# that is computed again (181). A worker that had broken its session cancelled a request through the other side of its
+# transfer (2, 159). They mean this as long as scenario.py draws the same; direct tests: tests/router.
+_REGRESSIONS = (2, 3, 94, 159, 181)
 
 
 @pytest.mark.parametrize("first", range(0, _SEEDS, _CHUNK))
@@ -86,6 +95,33 @@ def test_a_failure_names_its_seed_and_the_command_that_replays_it(
     monkeypatch.setattr("sys.argv", ["simulation", "--seed", "0", "--log"])
     assert main() == 1
     assert "attempt started" in capsys.readouterr().out
+
+
+def _full_of_long_prompts(seed: int) -> Scenario:
+    """Two prefill workers and one decode worker whose pools hold two or three prompts of ten, and a killed prefill
+    worker: what was its waits at the other one behind prompts that wait for the same blocks at decode."""
+    rng = random.Random(f"long prompts/{seed}")
+    scenario, roles = draw(seed), {"prefill-0": Role.PREFILL, "prefill-1": Role.PREFILL, "decode-0": Role.DECODE}
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    return replace(
+        scenario,
+        calm=False,
+        routers=("router-0",),
+        workers=tuple(WorkerPlan(worker_id, role, 40, (0.002, 0.008)) for worker_id, role in roles.items()),
+        jobs=tuple(JobPlan(f"r{i}", 0.5 + rng.uniform(0.0, 0.05), rng.randint(60, 72), params) for i in range(10)),
+        late_jobs=(JobPlan("late", 0.0, 10, params),),
+        faults=(Fault(rng.randrange(40, 250), FaultKind.CRASH, "prefill-0", "", 3.0, Death.CLEAN),),
+        conditions=Conditions(),
+        engine=EngineConfig(block_tokens=4, max_step_tokens=8, max_running=8, max_queued=64),
+        router=replace(scenario.router, max_requests=64),
+        transfer=replace(scenario.transfer, max_renewals=2, mode="layerwise"),
+    )
+
+
+def test_a_lost_prefill_worker_locks_up_no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "draw", _full_of_long_prompts)
+    report = run(range(30))
+    assert not report.failures, report.failures[0]
 
 
 @pytest.mark.parametrize("seed", _REGRESSIONS)

@@ -132,7 +132,7 @@ def _stop_string_forgotten(patch: pytest.MonkeyPatch) -> None:
         (_fork_without_copy, 8),
         (_border_moves, 56),
         (_preemption_untold, 181),
-        (_standing_forgotten, 94),
+        (_standing_forgotten, 819),
         (_sharing_untold, 3),
         (_never_convicted, 20),
         (_stop_string_forgotten, 94),
