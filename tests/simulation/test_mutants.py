@@ -131,11 +131,11 @@ def _stop_string_forgotten(patch: pytest.MonkeyPatch) -> None:
         (_terminal_twice, 0),
         (_fork_without_copy, 8),
         (_border_moves, 56),
-        (_preemption_untold, 181),
+        (_preemption_untold, 190),
         (_standing_forgotten, 819),
         (_sharing_untold, 3),
         (_never_convicted, 20),
-        (_stop_string_forgotten, 94),
+        (_stop_string_forgotten, 279),
     ],
 )
 def test_a_mutant_is_caught(mutant: Patch, likely: int, monkeypatch: pytest.MonkeyPatch) -> None:
