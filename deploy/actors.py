@@ -20,6 +20,8 @@ from pdserve import crash_report, logs
 from pdserve.errors import ConfigError
 from pdserve.tracing import TraceEvent
 
+_log = logs.logger("actor")
+
 # A call of these that finds its actor restarting waits for it; without, Ray refuses it, although whoever asks means to
 # wait, and a restarted actor serves some moments before its driver hears of it.
 _WAITS_FOR_A_RESTART = ray.method(max_task_retries=-1)
@@ -43,6 +45,7 @@ class WorkerActor:
             on_sigterm(lambda: self._worker.drain_and_stop(drain_s))
         except ConfigError as error:
             self._error = error  # for `ready` to tell: an actor that dies in its constructor only says that it died
+            _log.error("worker cannot serve", error=error)
 
     @_WAITS_FOR_A_RESTART
     def ready(self) -> str:
@@ -78,6 +81,7 @@ class RouterActor:
             on_sigterm(lambda: self._drain_and_stop(spec.config.router.drain_timeout_ms / 1000))
         except ConfigError as error:
             self._error = error
+            _log.error("router cannot serve", error=error)
 
     @_WAITS_FOR_A_RESTART
     def ready(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdserve import types
-from pdserve.errors import PdserveError, ProtocolError, error_from_code
+from pdserve.errors import PdserveError, ProtocolError, TransferError, error_from_code
 from pdserve.rpc import cluster_pb2 as pb
 from pdserve.rpc import inference_pb2
 
@@ -162,6 +162,8 @@ def terminal_to_proto(owner: types.Owner, outcome: types.Finish | PdserveError |
 
 
 def terminal_from_proto(message: pb.Terminal) -> types.Finish | PdserveError | None:
+    if message.error_code == TransferError.code:  # a worker that says so is there: what it missed is the other side
+        return TransferError(message.error_message)
     if message.error_code:
         return error_from_code(message.error_code, message.error_message)
     if not message.finish_reason:
