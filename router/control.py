@@ -138,7 +138,7 @@ class Control:
             self._lose(info.incarnation, "it came back over another session", crashed=False)
         self._sessions[info.incarnation] = session  # first: what a replaced one loses may be placed on this one
         for replaced in self.membership.join(info, now):
-            self._lose(replaced, f"replaced by {info.incarnation}", crashed=False)  # a crash breaks its session first
+            self._lose(replaced, f"replaced by {info.incarnation}")
         _log.info("worker joined", worker=info.incarnation, role=info.role.value, pid=info.pid)
         self._perform(self.dispatch.on_worker_joined(now))
         self._observer.members_changed()
