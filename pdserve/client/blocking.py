@@ -28,14 +28,12 @@ from pdserve.client.channel import (
     retry_pause_s,
 )
 from pdserve.client.request import GenerateOptions, Prompt, generate_request
-from pdserve.client.resume import MAX_LOSSES, ConnectionLost, identified, may_resume, resumption
+from pdserve.client.resume import ENDED, MAX_LOSSES, ConnectionLost, identified, may_resume, resumption, time_left_s
 from pdserve.client.stream import Delta, Result, Started, StreamFold
 from pdserve.clock import Clock, SystemClock
-from pdserve.errors import Cancelled, DeadlineExceeded, NotFound, PdserveError, ProtocolError, ResourceExhausted
+from pdserve.errors import Cancelled, NotFound, PdserveError, ProtocolError, ResourceExhausted
 from pdserve.rpc import inference_pb2 as pb
 from pdserve.rpc import inference_pb2_grpc
-
-_ENDED = "the stream was cancelled, or its client closed"
 
 
 class _Route:
@@ -258,18 +256,16 @@ class Stream:
         with self._closing_errors():
             found = self._client.find_router(self._look_until_s - self._clock.now(), self._ended)
             if self._ended():
-                raise Cancelled(_ENDED)
+                raise Cancelled(ENDED)
             if not found:
                 return False
-            remaining_s = None if self._deadline_s is None else self._deadline_s - self._clock.now()
-            if remaining_s is not None and remaining_s <= 0:
-                raise DeadlineExceeded("the time was over when another router was found")
+            remaining_s = time_left_s(self._deadline_s, self._clock.now())
             if self._fold.started is not None:
                 self._fold.resume()
             self._call = self._client.open(resumption(self._request, self._fold), remaining_s)
         if self._ended():  # by another thread, which may have cancelled the call before this one
             self._call.cancel()
-            raise Cancelled(_ENDED)
+            raise Cancelled(ENDED)
         return True
 
     def _ended(self) -> bool:
@@ -301,7 +297,7 @@ class Stream:
             yield
         except ValueError:
             if self._client.closed:
-                raise Cancelled(_ENDED) from None
+                raise Cancelled(ENDED) from None
             raise
 
     def __enter__(self) -> Stream:

@@ -10,10 +10,11 @@ import uuid
 from typing import Final
 
 from pdserve.client.stream import StreamFold
-from pdserve.errors import PdserveError, Unavailable
+from pdserve.errors import DeadlineExceeded, PdserveError, Unavailable
 from pdserve.rpc import inference_pb2 as pb
 
 MAX_LOSSES: Final = 20  # of its connection, after which a stream gives up
+ENDED: Final = "the stream was cancelled, or its client closed"
 
 
 class ConnectionLost(Unavailable):
@@ -31,6 +32,15 @@ def may_resume(error: PdserveError, others: bool) -> bool:
     """Whether to ask again. A router that refuses because it is shutting down, or has no worker, is only one of several
     where there are `others`."""
     return isinstance(error, ConnectionLost) or (others and isinstance(error, Unavailable))
+
+
+def time_left_s(deadline_s: float | None, now: float) -> float | None:
+    """What is left of a stream's time for another call; None where it has no limit. Raises DeadlineExceeded."""
+    if deadline_s is None:
+        return None
+    if deadline_s <= now:
+        raise DeadlineExceeded("the time was over when another router was found")
+    return deadline_s - now
 
 
 def resumption(request: pb.GenerateRequest, fold: StreamFold) -> pb.GenerateRequest:

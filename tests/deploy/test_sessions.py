@@ -46,6 +46,14 @@ def joined(router):
     return router.call(ready())
 
 
+def joined_worker(checkpoint, sockets, *routers):
+    """A worker that all these routers have as a member."""
+    worker = make_worker(checkpoint, sockets, *routers)
+    worker.start()
+    wait_for(lambda: all(joined(router) for router in routers), "the worker joins")
+    return worker
+
+
 def refusal(router, hello):
     """How the router answers this hello: the status of the broken stream."""
     with grpc.insecure_channel(router.router.session_address) as channel:
@@ -61,9 +69,7 @@ def test_a_worker_that_loses_its_router_returns_all_leases_and_joins_the_next_on
     monkeypatch.setattr(blocking, "RESUME_TIMEOUT_S", 1.0)  # no router comes back at that address
     config = RouterConfig(grpc_port=0, session_port=port, placement_timeout_ms=500)
     with RouterThread(small_checkpoint, config) as router:
-        worker = make_worker(small_checkpoint, sockets, router)
-        worker.start()
-        wait_for(lambda: joined(router), "the worker joins")
+        worker = joined_worker(small_checkpoint, sockets, router)
         with Client(router.router.grpc_address) as client:
             stream = iter(client.generate("Hello", temperature=0, max_tokens=3000, ignore_eos=True))
             next(stream)
@@ -146,9 +152,7 @@ def test_a_late_goodbye_of_an_old_handler_spares_the_next_request_of_that_id(sma
 
 def test_a_worker_that_was_told_to_stop_with_streams_left_ends_in_order(small_checkpoint, sockets):
     with RouterThread(small_checkpoint) as router:
-        worker = make_worker(small_checkpoint, sockets, router)
-        worker.start()
-        wait_for(lambda: joined(router), "the worker joins")
+        worker = joined_worker(small_checkpoint, sockets, router)
         with Client(router.router.grpc_address) as client:
             stream = iter(client.generate("Hello", temperature=0, max_tokens=3000, ignore_eos=True))
             next(stream)
@@ -170,9 +174,7 @@ def test_a_worker_that_broke_its_session_because_a_router_reads_too_slowly_comes
 
     config = RouterConfig(grpc_port=0, placement_timeout_ms=20_000, worker_timeout_ms=3_000)
     with RouterThread(small_checkpoint, config) as router:
-        worker = make_worker(small_checkpoint, sockets, router)
-        worker.start()
-        wait_for(lambda: joined(router), "the worker joins")
+        worker = joined_worker(small_checkpoint, sockets, router)
         monkeypatch.setattr(WorkerSessions, "_enqueue", full_once)
         with Client(router.router.grpc_address) as client:
             result = client.complete("Hello", temperature=0, max_tokens=5, ignore_eos=True)
@@ -191,9 +193,7 @@ def same(one, other):
 
 def test_a_stream_goes_on_at_another_router_where_it_stood(small_checkpoint, sockets):
     with RouterThread(small_checkpoint) as first, RouterThread(small_checkpoint) as second:
-        worker = make_worker(small_checkpoint, sockets, first, second)
-        worker.start()
-        wait_for(lambda: joined(first) and joined(second), "the worker joins both")
+        worker = joined_worker(small_checkpoint, sockets, first, second)
         addresses = [first.router.grpc_address, second.router.grpc_address]
         with Client(addresses) as client:
             undisturbed = client.complete("Hello", **SAMPLED)
@@ -223,9 +223,7 @@ def test_an_async_stream_goes_on_at_another_router_too(small_checkpoint, sockets
             return undisturbed, stream.result
 
     with RouterThread(small_checkpoint) as first, RouterThread(small_checkpoint) as second:
-        worker = make_worker(small_checkpoint, sockets, first, second)
-        worker.start()
-        wait_for(lambda: joined(first) and joined(second), "the worker joins both")
+        worker = joined_worker(small_checkpoint, sockets, first, second)
         undisturbed, result = asyncio.run(scenario(first, [first.router.grpc_address, second.router.grpc_address]))
         assert same(result, undisturbed)
         assert result.resumptions == 1
@@ -235,9 +233,7 @@ def test_an_async_stream_goes_on_at_another_router_too(small_checkpoint, sockets
 @pytest.mark.parametrize("received", [0, 1, 20, 39, 40])
 def test_a_resumed_request_gives_the_rest_and_only_the_rest(small_checkpoint, sockets, received):
     with RouterThread(small_checkpoint) as router:
-        worker = make_worker(small_checkpoint, sockets, router)
-        worker.start()
-        wait_for(lambda: joined(router), "the worker joins")
+        worker = joined_worker(small_checkpoint, sockets, router)
         with Client(router.router.grpc_address) as client:
             whole = client.complete("Hello", request_id="r", temperature=0.9, max_tokens=40, ignore_eos=True)
             request = inference_pb2.GenerateRequest(request_id="r")
@@ -257,9 +253,7 @@ def test_a_resumed_request_gives_the_rest_and_only_the_rest(small_checkpoint, so
 
 def test_a_resumption_ends_what_the_same_router_still_has_of_the_request(small_checkpoint, sockets):
     with RouterThread(small_checkpoint) as router:
-        worker = make_worker(small_checkpoint, sockets, router)
-        worker.start()
-        wait_for(lambda: joined(router), "the worker joins")
+        worker = joined_worker(small_checkpoint, sockets, router)
         with Client(router.router.grpc_address) as client:
             old = client.generate("Hello", request_id="r", temperature=0, max_tokens=2000, ignore_eos=True)
             iterator = iter(old)
