@@ -21,11 +21,11 @@ import torch
 
 from bench.background import EchoTraffic
 from bench.machine import Limits, measure_limits
-from engine.build import build_engine
 from engine.engine import SWITCH_INTERVAL_S, Engine
 from engine.sequence import Sequence
 from kernels.cpu.table import CpuKernels
 from kernels.ops import AfterLayer, StepBatch
+from model.build import build_engine
 from model.decoder import Decoder
 from pdserve.config import EngineConfig
 from pdserve.errors import InternalError, PdserveError

@@ -13,9 +13,9 @@ from typing import Any
 
 import ray
 
-from deploy.drills.defects import break_router, break_worker
 from deploy.spec import RouterSpec, WorkerSpec
 from deploy.termination import on_sigterm
+from drills.defects import break_router, break_worker
 from pdserve import crash_report, logs
 from pdserve.errors import ConfigError
 from pdserve.tracing import TraceEvent
@@ -32,7 +32,7 @@ class WorkerActor:
     """A prefill or decode worker. The constructor does all, so that a restarted actor comes back by itself."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        from deploy.worker import Worker  # torch is needed only here
+        from worker.process import Worker  # torch is needed only here
 
         logs.configure(spec.config.logging.level, spec.worker_id, Path(spec.log_path))
         break_worker()

@@ -97,7 +97,7 @@ def failover(
     json_output: JsonOption = False,
 ) -> None:
     """What a lost worker costs: stalls of streams, time until all run again, throughput under repeated kills."""
-    from deploy.failover_bench import bench_recovery, bench_stalls, bench_throughput
+    from drills.failover_bench import bench_recovery, bench_stalls, bench_throughput
 
     if unknown := set(part) - set(FAILOVER_PARTS):
         raise InvalidArgument("part", f"has {unknown.pop()!r}: must be one of {', '.join(FAILOVER_PARTS)}")

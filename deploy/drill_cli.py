@@ -30,7 +30,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 @app.command("list")
 def list_drills(json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
     """The drills there are."""
-    from deploy.drills.catalogue import DRILLS
+    from drills.catalogue import DRILLS
 
     if json_output:
         _out.print_json(json.dumps({"drills": [{"name": drill.name, "about": drill.about} for drill in DRILLS]}))
@@ -60,11 +60,11 @@ def run(
 ) -> None:
     """Hold drills, or all of them, and give a verdict on each."""
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of Ray's, into the picture
-    from deploy.drill_display import LiveProgress, SilentProgress, print_outcome
-    from deploy.drills.catalogue import find
-    from deploy.drills.run import OwnClusters, UsersCluster, drill_config, hold_all
-    from deploy.drills.stage import Settings
-    from deploy.drills.timeline import page
+    from drills.catalogue import find
+    from drills.display import LiveProgress, SilentProgress, print_outcome
+    from drills.run import OwnClusters, UsersCluster, drill_config, hold_all
+    from drills.stage import Settings
+    from drills.timeline import page
 
     drills = [drill for name in names for drill in find(name)]
     if target and defect:
@@ -104,7 +104,7 @@ def sim(
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """The whole cluster in one thread under a virtual clock, once for each seed; each is replayed by its number."""
-    from bench.simulation import run as simulate_all
+    from simulation import run as simulate_all
 
     report = simulate_all(range(first, first + seeds))
     if json_output:
@@ -132,7 +132,7 @@ def _exit_code(counts: Counter[str]) -> int:
 
 
 def _defect(name: str) -> dict[str, str]:
-    from deploy.drills.defects import DEFECTS, VARIABLE
+    from drills.defects import DEFECTS, VARIABLE
 
     if not name:
         return {}

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 
 from engine.blocks import BlockPool
-from engine.kv_store import KVStore, SequenceKV
 from engine.plan import StepPlan
-from engine.runner import Runner
 from engine.scheduler import Scheduler
 from engine.sequence import KVSource, Phase, Sequence
 from model.decoder import Decoder
+from model.kv_store import KVStore, SequenceKV
+from model.runner import Runner
 from pdserve import logs
 from pdserve.config import EngineConfig
 from pdserve.errors import InternalError, InvalidArgument, PdserveError

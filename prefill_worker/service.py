@@ -18,9 +18,9 @@ from collections.abc import Sequence as ListLike
 from typing import Protocol
 
 from engine.engine import Engine
-from engine.kv_store import SequenceKV
 from engine.sequence import Sequence
 from kvtransfer.link import Link
+from model.kv_store import SequenceKV
 from pdserve import logs
 from pdserve.errors import Cancelled, PdserveError, ResourceExhausted, TransferError
 from pdserve.tracing import Trace

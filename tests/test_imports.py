@@ -40,7 +40,7 @@ PURE_CORES = [
     "engine.sequence",
     "engine.plan",
     "engine.scheduler",
-    "engine.randomness",
+    "model.randomness",
     "kvtransfer.frames",
     "kvtransfer.credit",
     "kvtransfer.ranges",

@@ -4,11 +4,11 @@ import contextlib
 
 import pytest
 
-from deploy.drills.arena import arena_of
-from deploy.drills.catalogue import find
-from deploy.drills.run import hold
-from deploy.drills.stage import References
-from deploy.drills.verdict import Status
+from drills.arena import arena_of
+from drills.catalogue import find
+from drills.run import hold
+from drills.stage import References
+from drills.verdict import Status
 from support.drills import SMALL, Quiet
 
 pytestmark = pytest.mark.cluster

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from deploy.worker import Worker
 from kvtransfer.transports.zmq import CurveKey
 from pdserve.client import Client
 from pdserve.config import TransferConfig
@@ -18,6 +17,7 @@ from pdserve.errors import FailedPrecondition
 from pdserve.types import Role
 from support.clusters import wait_for
 from support.routers import RouterThread, make_worker
+from worker.process import Worker
 
 PROMPT = list(range(5, 105))
 ROLES = (Role.PREFILL, Role.DECODE)

@@ -15,11 +15,11 @@ from pdserve.errors import Cancelled, Unavailable
 from pdserve.rpc import cluster_pb2 as pb
 from pdserve.rpc import convert, inference_pb2, worker_session
 from pdserve.rpc.cluster_pb2_grpc import ClusterStub
-from pdserve.rpc.worker_session import WorkerSessions
 from pdserve.types import ModelLimits, Role, SamplingParams, WorkerInfo
 from router.actions import Request
 from support.clusters import wait_for
 from support.routers import MODEL, RouterThread, make_worker
+from worker.session import WorkerSessions
 
 INFO = WorkerInfo("decode-0", "decode-0-a", Role.DECODE, 1, "h", "ipc://x", "print", MODEL, ModelLimits(100, 99, 99))
 

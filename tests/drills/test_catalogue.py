@@ -6,11 +6,11 @@ import pytest
 from typer.testing import CliRunner
 
 from deploy.cli import app
-from deploy.drills.catalogue import DRILLS, find
-from deploy.drills.load import Scale, background, cancelled, probe
-from deploy.drills.run import hold
-from deploy.drills.stage import References
-from deploy.drills.verdict import Status, Wish
+from drills.catalogue import DRILLS, find
+from drills.load import Scale, background, cancelled, probe
+from drills.run import hold
+from drills.stage import References
+from drills.verdict import Status, Wish
 from pdserve.errors import ConfigError
 from support.drills import SMALL, Quiet
 

@@ -4,11 +4,11 @@ import os
 
 import pytest
 
-from deploy.drills.catalogue import find
-from deploy.drills.defects import DEFECTS, VARIABLE, break_router, break_worker
-from deploy.drills.run import OwnClusters, hold
-from deploy.drills.stage import References
-from deploy.drills.verdict import Status
+from drills.catalogue import find
+from drills.defects import DEFECTS, VARIABLE, break_router, break_worker
+from drills.run import OwnClusters, hold
+from drills.stage import References
+from drills.verdict import Status
 from pdserve.errors import ConfigError
 from router.dispatch import Dispatch
 from support.clusters import cluster_config

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from deploy.faulty_wire import SwitchedFaults, parse_faults
+from drills.faulty_wire import SwitchedFaults, parse_faults
 from kvtransfer.frames import Ack, Layer, decode, encode
 from kvtransfer.transports.base import Message
 from kvtransfer.transports.faulty import Fault, FaultRule

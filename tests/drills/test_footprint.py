@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from deploy.drills.footprint import Footprint, footprint, trends
+from drills.footprint import Footprint, footprint, trends
 
 START = Footprint(0.0, "decode-0", 7, 500 << 20, 20, 60)
 

@@ -1,7 +1,7 @@
 """The picture: what a row shows, and that the page stands alone."""
 
-from deploy.drills.timeline import Panel, Row, draw, page
-from deploy.drills.verdict import Evidence, Mark, Rules, judge
+from drills.timeline import Panel, Row, draw, page
+from drills.verdict import Evidence, Mark, Rules, judge
 
 CALM = Row("calm", 0.0, 10.0, tuple((0.5 + second, 3) for second in range(10)))
 STALLED = Row("stalled", 0.0, 10.0, ((1.0, 3), (2.0, 3), (7.5, 9), (8.0, 3)), failed_over=True)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from deploy.drills.verdict import (
+from drills.verdict import (
     Answer,
     Difference,
     Evidence,

@@ -132,7 +132,7 @@ def test_thread_count_does_not_show(llama):
 
 
 def test_the_fingerprint_is_the_same_for_any_thread_count_and_differs_for_other_weights(llama, tmp_path):
-    from engine.build import build_engine
+    from model.build import build_engine
     from pdserve.config import EngineConfig
     from support.checkpoints import write_tiny_checkpoint
 

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from engine import runner
 from engine.sequence import KVSource, Sequence
+from model import runner
 from pdserve.errors import Cancelled, InternalError, InvalidArgument
 from pdserve.types import Finish, FinishReason, Owner, SampledToken, SamplingParams
 from support.engines import Job, make_engine, run

@@ -10,14 +10,14 @@ from dataclasses import replace
 
 import pytest
 
-from bench.simulation import run, runner, simulate
-from bench.simulation.__main__ import main
-from bench.simulation.client import JobPlan
-from bench.simulation.network import Conditions, Death
-from bench.simulation.scenario import Fault, FaultKind, Scenario, draw
-from bench.simulation.worker import WorkerPlan
 from pdserve.config import EngineConfig
 from pdserve.types import Role, SamplingParams
+from simulation import run, runner, simulate
+from simulation.__main__ import main
+from simulation.client import JobPlan
+from simulation.network import Conditions, Death
+from simulation.scenario import Fault, FaultKind, Scenario, draw
+from simulation.worker import WorkerPlan
 
 _SEEDS = 500
 _CHUNK = 25
@@ -74,7 +74,7 @@ _TROUBLE = (
 
 def test_a_seed_is_the_same_run_in_every_process() -> None:
     def replay(hash_seed: str) -> str:
-        command = [sys.executable, "-m", "bench.simulation", "--seed", "7", "--log"]
+        command = [sys.executable, "-m", "simulation", "--seed", "7", "--log"]
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True).stdout
 
@@ -91,7 +91,7 @@ def test_a_failure_names_its_seed_and_the_command_that_replays_it(
     assert outcome.problem is not None
     printed = capsys.readouterr().out
     assert "seed 0" in printed
-    assert "python -m bench.simulation --seed 0 --log" in printed
+    assert "python -m simulation --seed 0 --log" in printed
     monkeypatch.setattr("sys.argv", ["simulation", "--seed", "0", "--log"])
     assert main() == 1
     assert "attempt started" in capsys.readouterr().out

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from bench.simulation import simulate
-from bench.simulation.model import TagStore
 from decode_worker.service import DecodeService, Import
 from engine.sequence import Sequence
 from kvtransfer.receiver import Receiver
@@ -19,6 +17,8 @@ from prefill_worker.service import Export
 from router.frontend import Output
 from router.in_flight import Attempt
 from router.suspicion import Suspicion
+from simulation import simulate
+from simulation.model import TagStore
 
 _SEEDS = 500
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from deploy.drills.load import LoadRun, Scale
-from deploy.drills.stage import Settings
+from drills.load import LoadRun, Scale
+from drills.stage import Settings
 
 SMALL = Settings(
     streams=4,

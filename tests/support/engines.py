@@ -11,13 +11,13 @@ from pathlib import Path
 from types import TracebackType
 
 from decode_worker.service import DecodeService
-from engine.build import build_engine
 from engine.engine import Engine
 from engine.sequence import Sequence
 from kvtransfer.ladder import Ladder, LadderLimits
 from kvtransfer.layout import KVLayout
 from kvtransfer.link import Link
 from kvtransfer.transports.memory import MemoryNetwork
+from model.build import build_engine
 from pdserve.clock import SystemClock
 from pdserve.config import EngineConfig, TransferConfig
 from pdserve.errors import PdserveError

@@ -11,11 +11,11 @@ from types import TracebackType
 from typing import Any
 
 from deploy.spec import WorkerSpec
-from deploy.worker import Worker
 from kvtransfer.transports.zmq import CurveKey
 from pdserve.config import Config, RouterConfig, TransferConfig
 from pdserve.types import Role
 from router.server import Router
+from worker.process import Worker
 
 MODEL = "small"
 

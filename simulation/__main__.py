@@ -1,0 +1,28 @@
+"""python -m simulation --seed N [--log] | --seeds N [--first N]"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from simulation.runner import run, simulate
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m simulation", description="Simulate whole clusters.")
+    parser.add_argument("--seed", type=int, help="run this one")
+    parser.add_argument("--log", action="store_true", help="with --seed: print what happened")
+    parser.add_argument("--seeds", type=int, default=500, help="without --seed: how many to run")
+    parser.add_argument("--first", type=int, default=0, help="without --seed: the first one")
+    arguments = parser.parse_args()
+    if arguments.seed is not None:
+        outcome = simulate(arguments.seed, log=arguments.log)
+        print("\n".join([*outcome.log, str(outcome)]))
+        return outcome.problem is not None
+    report = run(range(arguments.first, arguments.first + arguments.seeds))
+    print(report)
+    return bool(report.failures)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

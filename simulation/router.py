@@ -1,0 +1,103 @@
+"""One start of a simulated router: the real Control and front, with a timer, sessions and calls of its clients."""
+
+from __future__ import annotations
+
+from pdserve.config import RouterConfig
+from pdserve.errors import PdserveError, Unavailable
+from pdserve.rpc import inference_pb2 as pb
+from pdserve.types import Finish
+from router.control import TICK_S, Control
+from router.frontend import Frontend, work_of
+from router.validation import ResolvedRequest
+from simulation.front import Caller, FrontCall, SimulatedStream
+from simulation.network import Death, Fabric, Wire, kill
+from simulation.oracle import Oracle, Provenance, Script
+from simulation.text import Letters
+from simulation.timeline import Process
+
+
+class SimulatedRouter:
+    """A router process."""
+
+    def __init__(self, host: str, incarnation: str, fabric: Fabric, config: RouterConfig, oracle: Oracle) -> None:
+        self.process = Process(fabric.timeline, host, incarnation)
+        self.incarnation = incarnation
+        self.config = config
+        self.renew_interval_s = config.renew_interval_ms / 1000
+        self.timeout_s = config.worker_timeout_ms / 1000
+        self.control = Control(incarnation, config, fabric.timeline, self)
+        self.leaving = False
+        self.calls: list[SimulatedStream] = []  # whose front has not ended
+        self._oracle = oracle
+        self._frontend = Frontend(self, Letters())  # type: ignore[arg-type]
+        self._tick()
+
+    @property
+    def serves(self) -> bool:
+        """What its health says."""
+        willing = any(not member.load.draining for member in self.control.membership)
+        return self.process.alive and not self.leaving and willing
+
+    def _tick(self) -> None:
+        self.control.tick()
+        self.process.after(TICK_S, "tick", self._tick)
+
+    def members_changed(self) -> None:
+        """Nobody waits for it here."""
+
+    def all_ended(self) -> None:
+        """Nobody waits for it here."""
+
+    def generate(
+        self,
+        request: pb.GenerateRequest,
+        scripts: tuple[Script, ...],
+        stops: tuple[str, ...],
+        wire: Wire,
+        caller: Caller,
+        pace_s: float,
+    ) -> FrontCall | None:
+        """A client's call. None: it was refused, and the client is told so."""
+        received = [tuple(output.ids) for output in request.resume.outputs]
+        received += [()] * (len(scripts) - len(received))
+        script = scripts[0]
+        resolved = ResolvedRequest(script.request_id, "tags", script.prompt_ids, script.params, stops, tuple(received))
+        stream = SimulatedStream(scripts, [len(ids) for ids in received], self.process)
+        stream.who_sampled = lambda output, position: self._who_sampled(stream, output, position)
+        try:
+            if self.leaving:
+                raise Unavailable("this router is shutting down; ask another one")
+            self.control.submit(work_of(resolved, request), stream, request.HasField("resume"))
+        except PdserveError as error:
+            wire.send(self.process, "error", lambda error=error: caller.on_error(error), error)
+            return None
+        self.calls.append(stream)
+        return FrontCall(
+            self._frontend, resolved, stream, wire, self.process, caller, pace_s, lambda: self._call_over(stream)
+        )
+
+    def finish(self, stream: SimulatedStream, output: int, finish: Finish) -> None:
+        """The front has found a stop string."""
+        self.control.finish(stream, output, finish)
+
+    def _call_over(self, stream: SimulatedStream) -> None:
+        self.calls.remove(stream)
+        self.control.abandon(stream)
+
+    def _who_sampled(self, stream: SimulatedStream, output: int, position: int) -> Provenance | None:
+        entry = self.control.dispatch._requests.get((stream.request_id, output))
+        if entry is None or entry.attempt is None:
+            return None
+        return self._oracle.provenance(entry.attempt.owner, position)
+
+    def kill(self, death: Death) -> None:
+        kill(self.process, death)
+
+    def at_rest(self) -> list[str]:
+        """What is still under way; nothing, when all is quiet."""
+        held = {
+            "requests": len(self.control.dispatch),
+            "streams": len(self.control._streams),
+            "calls without an end": len(self.calls),
+        }
+        return [f"{self.process.name}: {count} {what}" for what, count in held.items() if count]

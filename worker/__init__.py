@@ -1,0 +1,1 @@
+"""What both roles run in: control, the session with routers, the process."""
