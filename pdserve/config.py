@@ -25,7 +25,7 @@ CPU_PATHS = ("auto", "amx", "avx512", "avx2", "portable")
 
 
 @dataclass(frozen=True, slots=True)
-class ModelConfig:
+class ServedModelConfig:
     """Which checkpoint is served. An empty `path` is the embedded SmolLM2-135M-Instruct."""
 
     path: str = ""
@@ -108,7 +108,7 @@ class LoggingConfig:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: ServedModelConfig = field(default_factory=ServedModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     router: RouterConfig = field(default_factory=RouterConfig)

@@ -38,21 +38,21 @@ from pdserve.errors import (
 )
 from pdserve.types import Finish, Owner, Role, SampledToken, Ticket
 from router.actions import (
-    Abort,
+    AbortAttempt,
     Accept,
     Action,
     End,
     Fallback,
+    GiveUpSender,
     PrefillLocally,
     Request,
     Retry,
-    SenderLost,
-    Stands,
     StartDecode,
     StartPrefill,
+    StateChanged,
 )
 from router.breaker import Breakers
-from router.in_flight import Attempt, InFlight, Phase, entries_of
+from router.in_flight import Attempt, AttemptPhase, InFlight, entries_of
 from router.membership import Membership
 from router.policies import Candidate, Policy, Wish
 from router.suspicion import Refusals
@@ -108,12 +108,12 @@ class Dispatch:
         entry = self._current(owner)
         if entry is None or entry.attempt is None or worker != entry.attempt.decode:
             return []
-        if entry.phase not in (Phase.TICKET, Phase.PREFILL) or ticket.epoch <= entry.attempt.epoch:
+        if entry.phase not in (AttemptPhase.TICKET, AttemptPhase.PREFILL) or ticket.epoch <= entry.attempt.epoch:
             return []
         if entry.suspicion.isolated:
             return self._compute_alone(entry, worker)
-        first = entry.phase is Phase.TICKET
-        entry.phase = Phase.PREFILL
+        first = entry.phase is AttemptPhase.TICKET
+        entry.phase = AttemptPhase.PREFILL
         entry.deadline = None
         entry.attempt.epoch = ticket.epoch
         entry.attempt.prefill = self._policy.choose_prefill(self._wish(entry), self._candidates(now))
@@ -144,10 +144,10 @@ class Dispatch:
         if first_position != len(entry.output_ids):
             gap = ProtocolError(f"{worker} sent output token {first_position} where {len(entry.output_ids)} is next")
             return self._fail_attempt(entry, gap, worker, now)
-        first_of_attempt = entry.phase is not Phase.DECODE
+        first_of_attempt = entry.phase is not AttemptPhase.DECODE
         if first_of_attempt and entry.attempt.shares:  # the prompt's last token, at least, was computed here
             self._note_prompt(entry, worker)
-        entry.phase = Phase.DECODE
+        entry.phase = AttemptPhase.DECODE
         entry.deadline = None
         entry.attempt.prefill = None
         entry.fruitless = 0
@@ -225,7 +225,7 @@ class Dispatch:
         for entry in list(self._requests.values()):
             if entry.deadline is None or now < entry.deadline:
                 continue
-            if entry.phase is Phase.PLACING:
+            if entry.phase is AttemptPhase.PLACING:
                 actions += self._end(entry, self._unplaced(now))
             elif entry.attempt is not None and entry.attempt.decode is not None:
                 silent = TransferError(f"{entry.attempt.decode} issued no ticket in time")
@@ -243,11 +243,11 @@ class Dispatch:
         return entry
 
     def _tell(self, entry: InFlight) -> list[Action]:
-        """Let the client know how an output stands, if it does not."""
-        if entry.standing == entry.told:
+        """Let the client know an output's resume state, if it does not."""
+        if entry.resume_state == entry.told:
             return []
-        entry.told = entry.standing
-        return [Stands(entry.request.request_id, entry.output, entry.told)]
+        entry.told = entry.resume_state
+        return [StateChanged(entry.request.request_id, entry.output, entry.told)]
 
     def _outputs(self, request_id: str) -> list[InFlight]:
         """What is in flight of a request."""
@@ -255,7 +255,7 @@ class Dispatch:
 
     def _place_waiting(self, now: float) -> list[Action]:
         """Place what waits for a worker or for its turn to recover, the oldest first."""
-        waiting = [entry for entry in self._requests.values() if entry.phase is Phase.PLACING]
+        waiting = [entry for entry in self._requests.values() if entry.phase is AttemptPhase.PLACING]
         if not waiting:
             if not self._is_full(now):
                 self._full_until.clear()
@@ -272,7 +272,7 @@ class Dispatch:
     def _place(self, entry: InFlight, now: float, candidates: list[Candidate] | None = None) -> list[Action]:
         """Start the next attempt, or let it wait for a worker or for its turn. `candidates`: as they are now, where
         somebody has looked already."""
-        entry.phase = Phase.PLACING
+        entry.phase = AttemptPhase.PLACING
         if entry.attempts and self._recoveries() >= self._config.max_recoveries:
             entry.deadline = None  # those before it have one
             return []
@@ -307,7 +307,7 @@ class Dispatch:
         local = share is not None or alone
         if local and share is None:
             self._note_prompt(entry, decode)
-        entry.phase = Phase.PREFILL if local else Phase.TICKET
+        entry.phase = AttemptPhase.PREFILL if local else AttemptPhase.TICKET
         entry.deadline = None if local else now + self._config.ticket_timeout_ms / 1000
         shared = share[1] if share else None
         return [StartDecode(decode, owner, entry.request, tuple(entry.output_ids), local, shared)]
@@ -333,7 +333,7 @@ class Dispatch:
     def _compute_alone(self, entry: InFlight, decode: str) -> list[Action]:
         """Let the decode worker do without any prefill worker from now on."""
         assert entry.attempt is not None
-        entry.phase = Phase.PREFILL
+        entry.phase = AttemptPhase.PREFILL
         entry.deadline = None
         return [PrefillLocally(decode, entry.attempt.owner)]
 
@@ -426,7 +426,7 @@ class Dispatch:
             return self._compute_alone(entry, entry.attempt.decode)
         entry.avoid.add(worker)
         entry.deadline = now + self._config.ticket_timeout_ms / 1000
-        return [SenderLost(entry.attempt.decode, entry.attempt.owner, entry.attempt.epoch, error)]
+        return [GiveUpSender(entry.attempt.decode, entry.attempt.owner, entry.attempt.epoch, error)]
 
     def _fail_attempt(self, entry: InFlight, error: PdserveError, worker: str, now: float) -> list[Action]:
         """Abort what is left of the current attempt and go on: another attempt, or the end."""
@@ -463,7 +463,7 @@ class Dispatch:
     def _abort_attempt(self, entry: InFlight) -> list[Action]:
         assert entry.attempt is not None
         owner = entry.attempt.owner
-        return [Abort(worker, owner) for worker in entry.attempt.workers()]
+        return [AbortAttempt(worker, owner) for worker in entry.attempt.workers()]
 
     def _end(self, entry: InFlight, outcome: Finish | PdserveError) -> list[Action]:
         """Forget the output, drop what workers hold for it, and say how it ended: once."""

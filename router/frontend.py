@@ -23,7 +23,7 @@ from pdserve.errors import Cancelled, InvalidArgument, NotFound, PdserveError, R
 from pdserve.rpc import inference_pb2 as pb
 from pdserve.rpc.inference_pb2_grpc import InferenceServicer
 from pdserve.types import Finish, FinishReason, ModelLimits, SampledToken, Usage
-from router.actions import Accept, End, Request, Standing, Stands, StreamEvent
+from router.actions import Accept, End, Request, ResumeState, StateChanged, StreamEvent
 from router.text import ChatMessage, Detokenizer, StopStrings, Tokenizer
 from router.validation import GenerateParams, ResolvedRequest, check_chat, check_prompt_text, resolve_request
 
@@ -36,7 +36,7 @@ _FINISH_REASONS = {
 
 
 class Events(Protocol):
-    """What happens to one request: Accepts and Stands, then an End."""
+    """What happens to one request: Accepts and StateChanged, then an End."""
 
     request_id: str
 
@@ -189,8 +189,8 @@ class Frontend(InferenceServicer):
             self._finish_at_stop(events, output)
         async for event in events:
             output = outputs[event.output]
-            if isinstance(event, Stands):
-                yield pb.GenerateResponse(standing=_standing(event))
+            if isinstance(event, StateChanged):
+                yield pb.GenerateResponse(resume_state=_resume_state(event))
             elif isinstance(event, Accept) and output.stop is None:
                 yield pb.GenerateResponse(delta=output.push(event.tokens))
                 self._finish_at_stop(events, output)
@@ -220,19 +220,19 @@ class Frontend(InferenceServicer):
 
 def work_of(resolved: ResolvedRequest, request: pb.GenerateRequest) -> Request:
     """What the attempt loop is asked for."""
-    standings: tuple[Standing, ...] = ()
+    resume_states: tuple[ResumeState, ...] = ()
     if request.HasField("resume"):
-        known = {message.output_index: message for message in request.resume.standings}
-        standings = tuple(_standing_of(known.get(index)) for index in range(len(resolved.received_ids)))
+        known = {message.output_index: message for message in request.resume.states}
+        resume_states = tuple(_resume_state_of(known.get(index)) for index in range(len(resolved.received_ids)))
     return Request(
-        resolved.request_id, resolved.prompt_ids, resolved.sampling, resolved.received_ids, standings=standings
+        resolved.request_id, resolved.prompt_ids, resolved.sampling, resolved.received_ids, resume_states=resume_states
     )
 
 
-def _standing_of(message: pb.Standing | None) -> Standing:
+def _resume_state_of(message: pb.ResumeState | None) -> ResumeState:
     if message is None:
-        return Standing()
-    return Standing(
+        return ResumeState()
+    return ResumeState(
         message.prompt_fingerprint,
         message.output_fingerprint,
         not message.inexact,
@@ -241,15 +241,15 @@ def _standing_of(message: pb.Standing | None) -> Standing:
     )
 
 
-def _standing(event: Stands) -> pb.Standing:
-    standing = event.standing
-    return pb.Standing(
+def _resume_state(event: StateChanged) -> pb.ResumeState:
+    state = event.state
+    return pb.ResumeState(
         output_index=event.output,
-        prompt_fingerprint=standing.prompt_fingerprint,
-        output_fingerprint=standing.output_fingerprint,
-        inexact=not standing.exact,
-        crashes=standing.crashes,
-        crashed_at=standing.crashed_at,
+        prompt_fingerprint=state.prompt_fingerprint,
+        output_fingerprint=state.output_fingerprint,
+        inexact=not state.exact,
+        crashes=state.crashes,
+        crashed_at=state.crashed_at,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from kvtransfer.incoming import IncomingTransfer
 from kvtransfer.outgoing import OutgoingTransfer
-from router.in_flight import Phase
+from router.in_flight import AttemptPhase
 from simulation.model import CheckedKV
 from simulation.oracle import Violation
 from simulation.router import SimulatedRouter
@@ -51,7 +51,7 @@ def check_router(router: SimulatedRouter) -> None:
         if stream.waiting_count > stream.most_events:
             raise Violation(f"{router.process.name}: {stream.waiting_count} events wait for {stream.request_id}")
     for entry in dispatch._requests.values():  # the timer looks after those that wait for a place
-        waits = entry.phase is Phase.PLACING or (
+        waits = entry.phase is AttemptPhase.PLACING or (
             entry.attempt is not None and entry.attempt.decode in router.control._sessions
         )
         if not waits:

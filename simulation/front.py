@@ -149,5 +149,5 @@ class FrontCall:
             self._on_over()
 
     def _send(self, response: pb.GenerateResponse) -> None:
-        kind = response.WhichOneof("event") or "standing"
+        kind = response.WhichOneof("event") or "resume_state"
         self._wire.send(self._router, kind, lambda: self._caller.on_response(response), response)

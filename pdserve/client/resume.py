@@ -53,5 +53,5 @@ def resumption(request: pb.GenerateRequest, fold: StreamFold) -> pb.GenerateRequ
         again.prompt_token_ids.CopyFrom(pb.TokenIds(ids=fold.started.prompt_token_ids))
         again.sampling.seed = fold.started.seed
         again.resume.outputs.extend(pb.TokenIds(ids=token_ids) for token_ids in fold.token_ids())
-        again.resume.standings.extend(fold.standings())
+        again.resume.states.extend(fold.resume_states())
     return again

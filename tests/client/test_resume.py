@@ -9,15 +9,15 @@ from pdserve.rpc import inference_pb2 as pb
 
 def test_the_next_router_is_told_how_the_outputs_stood_at_the_last_one() -> None:
     fold = StreamFold(0.0)
-    before = pb.Standing(prompt_fingerprint="a", output_fingerprint="b")
-    after = pb.Standing(prompt_fingerprint="a", output_fingerprint="b", crashes=1, crashed_at=2)
-    other = pb.Standing(output_index=1, inexact=True)
+    before = pb.ResumeState(prompt_fingerprint="a", output_fingerprint="b")
+    after = pb.ResumeState(prompt_fingerprint="a", output_fingerprint="b", crashes=1, crashed_at=2)
+    other = pb.ResumeState(output_index=1, inexact=True)
     fold.accept(pb.GenerateResponse(started=pb.Started(request_id="r", prompt_token_ids=[7])), 0.0)
-    for standing in (before, other, after):
-        fold.accept(pb.GenerateResponse(standing=standing), 0.0)
+    for state in (before, other, after):
+        fold.accept(pb.GenerateResponse(resume_state=state), 0.0)
     fold.accept(pb.GenerateResponse(delta=pb.Delta(token_ids=[5, 6])), 0.0)
     again = resumption(pb.GenerateRequest(request_id="r"), fold)
-    assert list(again.resume.standings) == [after, other]
+    assert list(again.resume.states) == [after, other]
     assert [list(output.ids) for output in again.resume.outputs] == [[5, 6]]
 
 

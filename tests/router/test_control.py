@@ -6,7 +6,7 @@ from pdserve.clock import ManualClock
 from pdserve.config import RouterConfig
 from pdserve.rpc import cluster_pb2 as pb
 from pdserve.types import Finish, FinishReason, ModelLimits, Role, SampledToken, SamplingParams, WorkerInfo
-from router.actions import Accept, End, Request, Stands
+from router.actions import Accept, End, Request, StateChanged
 from router.control import Control
 
 
@@ -88,8 +88,8 @@ def test_tokens_and_the_end_reach_the_stream_and_then_nothing_is_left() -> None:
     owner = control.dispatch._requests["r", 0].attempt.owner
     control.tokens("d#1", owner, 0, (SampledToken(9), SampledToken(8)))
     control.finish(stream, 0, Finish(FinishReason.STOP, stop="x"))
-    stands, accept, end = stream.events
-    assert isinstance(stands, Stands)
+    changed, accept, end = stream.events
+    assert isinstance(changed, StateChanged)
     assert accept == Accept("r", 0, (SampledToken(9), SampledToken(8)))
     assert isinstance(end, End)
     assert len(control.dispatch) == 0

@@ -100,9 +100,9 @@ def _preemption_untold(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Import, "on_preempted", lambda *_: None)
 
 
-def _standing_forgotten(patch: pytest.MonkeyPatch) -> None:
+def _resume_state_forgotten(patch: pytest.MonkeyPatch) -> None:
     """A client does not pass on how its stream stood at the router it lost."""
-    patch.setattr(StreamFold, "standings", lambda self: [])
+    patch.setattr(StreamFold, "resume_states", lambda self: [])
 
 
 def _sharing_untold(patch: pytest.MonkeyPatch) -> None:
@@ -132,7 +132,7 @@ def _stop_string_forgotten(patch: pytest.MonkeyPatch) -> None:
         (_fork_without_copy, 8),
         (_border_moves, 56),
         (_preemption_untold, 190),
-        (_standing_forgotten, 819),
+        (_resume_state_forgotten, 819),
         (_sharing_untold, 3),
         (_never_convicted, 20),
         (_stop_string_forgotten, 279),
