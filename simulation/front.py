@@ -26,6 +26,8 @@ class Caller(Protocol):
 
     def on_response(self, response: pb.GenerateResponse) -> None: ...
 
+    def on_end(self) -> None: ...
+
     def on_error(self, error: PdserveError) -> None: ...
 
 
@@ -134,6 +136,7 @@ class FrontCall:
                 self._next = None
                 self._send(response.value)
             except StopAsyncIteration:
+                self._wire.send(self._router, "call ends", self._caller.on_end)
                 self.end()
             except PdserveError as error:
                 self._wire.send(self._router, "error", lambda error=error: self._caller.on_error(error), error)

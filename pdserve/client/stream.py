@@ -153,11 +153,6 @@ class StreamFold:
             self.resumptions += 1
         self._awaits_start = True
 
-    def end(self) -> None:
-        """The stream is over without an error. Raises ProtocolError if it is not complete."""
-        if self.result is None:
-            raise ProtocolError("the router ended the stream without a result")
-
     def _finish(self, finished: pb.Finished, now_s: float) -> Result:
         assert self.started is not None
         if not finished.outputs:

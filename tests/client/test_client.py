@@ -18,9 +18,14 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
-from pdserve.client import AsyncClient, Client, Result, Stream, TokenLogprob, aio, blocking
-from pdserve.client.channel import LOOK_PAUSE_S, MAX_RETRY_PAUSE_S, RESUME_TIMEOUT_S, retry_pause_s
-from pdserve.client.resume import ConnectionLost
+from pdserve.client import AsyncClient, Client, Result, Stream, TokenLogprob, resume
+from pdserve.client.resume import (
+    LOOK_PAUSE_S,
+    MAX_RETRY_PAUSE_S,
+    RESUME_TIMEOUT_S,
+    ConnectionLost,
+    retry_pause_s,
+)
 from pdserve.clock import Clock, ManualClock
 from pdserve.errors import (
     AlreadyExists,
@@ -128,8 +133,7 @@ class HangingScript:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A router that is there may take its time."""
-    for module in (aio, blocking):
-        monkeypatch.setattr(module, "CONNECT_TIMEOUT_S", DEADLINE_S)
+    monkeypatch.setattr(resume, "CONNECT_TIMEOUT_S", DEADLINE_S)
 
 
 @contextmanager
