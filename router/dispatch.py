@@ -36,7 +36,7 @@ from pdserve.errors import (
     TransferError,
     Unavailable,
 )
-from pdserve.types import Finish, Owner, Role, SampledToken, Ticket
+from pdserve.types import Finish, Owner, SampledToken, Ticket
 from router.actions import (
     AbortAttempt,
     Accept,
@@ -54,7 +54,7 @@ from router.actions import (
 from router.breaker import Breakers
 from router.in_flight import Attempt, AttemptPhase, InFlight, entries_of
 from router.membership import Membership
-from router.policies import Candidate, Policy, Wish
+from router.policies import Candidate, PlacementWish, Policy
 from router.suspicion import Refusals
 
 _FULL_PAUSE_S = 0.25  # before a worker that took no more is asked again
@@ -110,13 +110,13 @@ class Dispatch:
             return []
         if entry.phase not in (AttemptPhase.TICKET, AttemptPhase.PREFILL) or ticket.epoch <= entry.attempt.epoch:
             return []
-        if entry.suspicion.isolated:
-            return self._compute_alone(entry, worker)
         first = entry.phase is AttemptPhase.TICKET
         entry.phase = AttemptPhase.PREFILL
         entry.deadline = None
         entry.attempt.epoch = ticket.epoch
-        entry.attempt.prefill = self._policy.choose_prefill(self._wish(entry), self._candidates(now))
+        placement = self._policy.place(self._wish(entry, worker), self._candidates(now))
+        assert placement is not None, "who decodes it is settled"
+        entry.attempt.prefill = placement.prefill
         if entry.attempt.prefill is None:
             return [PrefillLocally(worker, owner)]
         self._note_placed(entry.attempt.prefill, now)
@@ -277,20 +277,20 @@ class Dispatch:
             entry.deadline = None  # those before it have one
             return []
         wish, candidates = self._wish(entry), self._candidates(now) if candidates is None else candidates
-        if entry.suspicion.isolated:  # two suspects on one worker would be convicted together
+        if entry.alone:  # two suspects on one worker would be convicted together
             apart = [candidate for candidate in candidates if not candidate.isolating]
             if candidates and not apart:
                 entry.deadline = None  # whoever is there has one, or will be convicted or cleared
                 return []
             candidates = apart
-        share = self._shareable(entry, candidates)
-        decode = share[0] if share else self._policy.choose_decode(wish, candidates)
-        if decode is None:
+        placement = self._policy.place(wish, candidates)
+        if placement is None:
             entry.unplaced_since = now if entry.unplaced_since is None else entry.unplaced_since
             entry.deadline = entry.unplaced_since + self._config.placement_timeout_ms / 1000
             if entry.output_ids and self._is_full(now):  # what was taken once waits for as long as others progress
                 entry.deadline = None
             return []
+        decode = placement.decode
         entry.eos_token_ids = self._eos_token_ids(entry, decode)
         finish = entry.request.params.end_of(entry.output_ids, entry.eos_token_ids)
         if finish is not None:  # nothing is missing but the end
@@ -300,45 +300,39 @@ class Dispatch:
         entry.attempts += 1
         entry.fruitless += 1
         self._attempts += 1
-        request = entry.request
+        request, share = entry.request, self._output_at(entry, decode) if placement.shares else None
         owner = Owner(request.tenant, request.request_id, self._incarnation, self._attempts, entry.output)
-        entry.attempt = Attempt(owner, decode, shares=share is not None)
-        alone = self._computes_alone(entry, decode) or self._policy.choose_prefill(wish, candidates) is None
-        local = share is not None or alone
-        if local and share is None:
+        entry.attempt = Attempt(owner, decode, shares=placement.shares)
+        if placement.local and not placement.shares:
             self._note_prompt(entry, decode)
-        entry.phase = AttemptPhase.PREFILL if local else AttemptPhase.TICKET
-        entry.deadline = None if local else now + self._config.ticket_timeout_ms / 1000
-        shared = share[1] if share else None
-        return [StartDecode(decode, owner, entry.request, tuple(entry.output_ids), local, shared)]
+        entry.phase = AttemptPhase.PREFILL if placement.local else AttemptPhase.TICKET
+        entry.deadline = None if placement.local else now + self._config.ticket_timeout_ms / 1000
+        return [StartDecode(decode, owner, request, tuple(entry.output_ids), placement.local, share)]
 
-    def _shareable(self, entry: InFlight, candidates: list[Candidate]) -> tuple[str, Owner] | None:
-        """A decode worker where another output of this request is being served, and that one's owner."""
-        if entry.request.n == 1 or entry.suspicion.isolated:
-            return None
-        willing = {c.incarnation for c in candidates if not c.draining} - entry.avoid
-        for other in self._outputs(entry.request.request_id):
-            if other is not entry and other.attempt is not None and other.attempt.decode in willing:
-                return other.attempt.decode, other.attempt.owner
-        return None
+    def _others(self, entry: InFlight) -> list[Attempt]:
+        """The attempts of the request's other outputs."""
+        if entry.request.n == 1:
+            return []
+        others = self._outputs(entry.request.request_id)
+        return [other.attempt for other in others if other is not entry and other.attempt is not None]
+
+    def _output_at(self, entry: InFlight, decode: str) -> Owner | None:
+        """The first of the request's other outputs that is decoded there."""
+        return next((attempt.owner for attempt in self._others(entry) if attempt.decode == decode), None)
 
     def _recoveries(self) -> int:
         return sum(1 for entry in self._requests.values() if entry.recovering)
 
-    def _computes_alone(self, entry: InFlight, decode: str) -> bool:
-        """Whether the attempt shall do without a prefill worker even if there is one."""
-        member = self._membership.get(decode)
-        return entry.suspicion.isolated or (member is not None and member.info.role is Role.PREFILL)
-
-    def _compute_alone(self, entry: InFlight, decode: str) -> list[Action]:
-        """Let the decode worker do without any prefill worker from now on."""
-        assert entry.attempt is not None
-        entry.phase = AttemptPhase.PREFILL
-        entry.deadline = None
-        return [PrefillLocally(decode, entry.attempt.owner)]
-
-    def _wish(self, entry: InFlight) -> Wish:
-        return Wish(frozenset(entry.avoid), entry.prompt.fingerprint, entry.output_fingerprint)
+    def _wish(self, entry: InFlight, decode: str | None = None) -> PlacementWish:
+        """`decode`: who decodes it already, if somebody does."""
+        return PlacementWish(
+            avoid=frozenset(entry.avoid),
+            prompt_fingerprint=entry.prompt.fingerprint,
+            output_fingerprint=entry.output_fingerprint,
+            beside=tuple(attempt.decode for attempt in self._others(entry) if attempt.decode is not None),
+            alone=entry.alone,
+            decode=decode,
+        )
 
     def _candidates(self, now: float) -> list[Candidate]:
         requests: dict[str, int] = {}
@@ -349,7 +343,7 @@ class Dispatch:
                 requests[worker] = requests.get(worker, 0) + 1
                 tokens = len(entry.request.prompt_ids) + len(entry.output_ids)
                 prompt_tokens[worker] = prompt_tokens.get(worker, 0) + tokens
-                if entry.suspicion.isolated:
+                if entry.alone:
                     isolating.add(worker)
         return [
             Candidate(
@@ -422,8 +416,10 @@ class Dispatch:
             return self._convict(entry, now)
         if not error.retryable:
             return self._end(entry, error)
-        if entry.suspicion.isolated:
-            return self._compute_alone(entry, entry.attempt.decode)
+        if entry.alone:
+            entry.phase = AttemptPhase.PREFILL
+            entry.deadline = None
+            return [PrefillLocally(entry.attempt.decode, entry.attempt.owner)]
         entry.avoid.add(worker)
         entry.deadline = now + self._config.ticket_timeout_ms / 1000
         return [GiveUpSender(entry.attempt.decode, entry.attempt.owner, entry.attempt.epoch, error)]

@@ -70,6 +70,11 @@ class InFlight:
         )
 
     @property
+    def alone(self) -> bool:
+        """It may crash who computes it: one worker shall do everything, with no other such request beside it."""
+        return self.suspicion.isolated
+
+    @property
     def recovering(self) -> bool:
         """A later attempt is being made and has brought no token yet."""
         return self.attempts > 1 and self.phase in (AttemptPhase.TICKET, AttemptPhase.PREFILL)
