@@ -88,6 +88,14 @@ class Control:
         self._sessions: dict[str, Session] = {}
         self._streams: dict[str, EventSink] = {}
 
+    @property
+    def stream_count(self) -> int:
+        """Requests whose stream has not had its last event."""
+        return len(self._streams)
+
+    def has_session(self, worker: str) -> bool:
+        return worker in self._sessions
+
     # The front's calls.
 
     def submit(self, request: Request, stream: EventSink, resumed: bool = False) -> None:

@@ -24,6 +24,8 @@ Everything that an older attempt still says is fenced off by its owner.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from pdserve.config import RouterConfig
 from pdserve.errors import (
     AlreadyExists,
@@ -80,6 +82,14 @@ class Dispatch:
     def assigned(self, incarnation: str) -> int:
         """How many attempts hold something at a worker."""
         return sum(1 for entry in self._requests.values() if entry.attempt and incarnation in entry.attempt.workers())
+
+    def entry(self, request_id: str, output: int) -> InFlight | None:
+        """One output in flight, to look at."""
+        return self._requests.get((request_id, output))
+
+    def entries(self) -> Iterable[InFlight]:
+        """All outputs in flight, the oldest first, to look at."""
+        return self._requests.values()
 
     # Events.
 

@@ -114,10 +114,12 @@ class AsyncClient:
         await self._ask("Abort", request, max(0.0, deadline - self._clock.now()))
 
     async def model_info(self, *, timeout_s: float = UNARY_TIMEOUT_S) -> pb.ModelInfo:
-        return await self._ask("GetModelInfo", pb.GetModelInfoRequest(), timeout_s)
+        info: pb.ModelInfo = await self._ask("GetModelInfo", pb.GetModelInfoRequest(), timeout_s)
+        return info
 
     async def server_info(self, *, timeout_s: float = UNARY_TIMEOUT_S) -> pb.ServerInfo:
-        return await self._ask("GetServerInfo", pb.GetServerInfoRequest(), timeout_s)
+        info: pb.ServerInfo = await self._ask("GetServerInfo", pb.GetServerInfoRequest(), timeout_s)
+        return info
 
     async def drain_worker(self, worker_id: str, *, cancel: bool = False, timeout_s: float = UNARY_TIMEOUT_S) -> None:
         """Let a worker finish what it has and take nothing new; `cancel`: work on. Raises NotFound. Returns at once."""

@@ -115,10 +115,12 @@ class Client:
         self._ask("Abort", request, max(0.0, deadline - self._clock.now()))
 
     def model_info(self, *, timeout_s: float = UNARY_TIMEOUT_S) -> pb.ModelInfo:
-        return self._ask("GetModelInfo", pb.GetModelInfoRequest(), timeout_s)
+        info: pb.ModelInfo = self._ask("GetModelInfo", pb.GetModelInfoRequest(), timeout_s)
+        return info
 
     def server_info(self, *, timeout_s: float = UNARY_TIMEOUT_S) -> pb.ServerInfo:
-        return self._ask("GetServerInfo", pb.GetServerInfoRequest(), timeout_s)
+        info: pb.ServerInfo = self._ask("GetServerInfo", pb.GetServerInfoRequest(), timeout_s)
+        return info
 
     def drain_worker(self, worker_id: str, *, cancel: bool = False, timeout_s: float = UNARY_TIMEOUT_S) -> None:
         """Let a worker finish what it has and take nothing new; `cancel`: work on. Raises NotFound. Returns at once."""

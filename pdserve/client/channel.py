@@ -73,5 +73,5 @@ def _retry_after_s(error: grpc.RpcError) -> float | None:
     info = error_details_pb2.RetryInfo()
     for detail in status.details if status is not None else ():
         if detail.Unpack(info):
-            return info.retry_delay.seconds + info.retry_delay.nanos / 1e9
+            return float(info.retry_delay.seconds + info.retry_delay.nanos / 1e9)
     return None

@@ -212,7 +212,7 @@ def _delta(message: pb.Delta, now_s: float) -> Delta:
     return Delta(message.text, tuple(message.token_ids), logprobs, message.output_index, now_s)
 
 
-def _finish_reason(value: int) -> FinishReason:
+def _finish_reason(value: pb.FinishReason) -> FinishReason:
     try:
         return _FINISH_REASONS[value]
     except KeyError:

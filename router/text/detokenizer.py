@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from router.text.tokenizer import Tokenizer
+from router.text.decoders import StreamDecoder
+
+
+class TokenText(Protocol):
+    """What is needed of a tokenizer to turn its ids into text."""
+
+    def token(self, token_id: int) -> str | None:
+        """None: it has no text."""
+        ...
+
+    def new_decoder(self) -> StreamDecoder: ...
 
 
 class Detokenizer:
@@ -16,7 +25,7 @@ class Detokenizer:
     `tokenizer.decode(all ids)`. No character is ever split; special tokens have no text. Constant time a token.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: TokenText) -> None:
         self._tokenizer = tokenizer
         self._decoder = tokenizer.new_decoder()
 

@@ -41,7 +41,7 @@ def port():
 
 def joined(router):
     async def ready():  # on the router's own thread
-        return [worker.worker_id for worker in router.router.server_info().workers if worker.state == "ready"]
+        return [worker.worker_id for worker in router.router.status().workers if worker.state == "ready"]
 
     return router.call(ready())
 
@@ -122,7 +122,7 @@ def test_a_silent_worker_is_lost_after_the_timeout(small_checkpoint):
         call = ClusterStub(channel).Session(iter(messages.get, None), timeout=20)
         assert next(call).HasField("welcome")
         wait_for(lambda: joined(router) == [], "its loss", timeout_s=5.0)  # long before the call's own deadline
-        (worker,) = router.router.server_info().workers
+        (worker,) = router.router.status().workers
         assert (worker.worker_id, worker.state) == ("decode-0", "lost")
         with pytest.raises(grpc.RpcError):
             list(call)

@@ -14,7 +14,7 @@ from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
 from pdserve.client.stream import StreamFold
 from prefill_worker.service import Export
-from router.frontend import Output
+from router.generation import OutputText
 from router.in_flight import Attempt
 from router.suspicion import Suspicion
 from simulation import simulate
@@ -118,7 +118,7 @@ def _never_convicted(patch: pytest.MonkeyPatch) -> None:
 
 def _stop_string_forgotten(patch: pytest.MonkeyPatch) -> None:
     """A router looks for stop strings only in what comes to itself."""
-    patch.setattr(Output, "replay", lambda self, token_ids: None)
+    patch.setattr(OutputText, "replay", lambda self, token_ids: None)
 
 
 @pytest.mark.parametrize(
