@@ -180,7 +180,7 @@ class LocalCluster:
         return {
             "num_cpus": 0,
             "resources": {place: 1},
-            "max_restarts": -1 if self.config.cluster.restart_actors else 0,
+            "max_restarts": -1,
         }
 
     def _router_spec(self, router_id: str, grpc_port: int, session_port: int) -> RouterSpec:

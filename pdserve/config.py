@@ -98,7 +98,6 @@ class ClusterConfig:
     routers: int = 1  # at router.grpc_port, and the ports after it
     runtime_dir: str = ""  # default: a short folder below the system's temporary one
     start_timeout_s: float = 120.0
-    restart_actors: bool = True
 
 
 @dataclass(frozen=True, slots=True)

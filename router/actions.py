@@ -28,7 +28,7 @@ class Request:
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     received_ids: tuple[tuple[int, ...], ...] = ((),)  # of each output, what the client has from another router
-    tenant: str = "default"
+    tenant: str = "default"  # see Owner
     resume_states: tuple[ResumeState, ...] = ()  # of each output at the other router, where that is known
 
     @property

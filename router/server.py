@@ -107,9 +107,7 @@ class Router:
         front = grpc.aio.server(options=_SERVER_OPTIONS)
         inference_pb2_grpc.add_InferenceServicer_to_server(Frontend(self, self._tokenizer), front)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, front)
-        reflection.enable_server_reflection(
-            (_SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name), front
-        )
+        reflection.enable_server_reflection((_SERVICE, _HEALTH_SERVICE), front)
         self.grpc_address = await self._listen(front, self._config.grpc_port)
         back = grpc.aio.server(options=_SERVER_OPTIONS)
         sessions = Sessions(

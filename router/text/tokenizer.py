@@ -74,10 +74,6 @@ class Tokenizer:
         """Number of tokens that the tokenizer knows, added ones included."""
         return self._pipeline.get_vocab_size(with_added_tokens=True)
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._chat_template is not None
-
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`. Special tokens written in it count as such, as in the ecosystem. `add_special_tokens`: put
         around it what the checkpoint says (often a bos token). Text of a megabyte takes about a second, without the
