@@ -11,7 +11,7 @@ from typing import Protocol
 from pdserve import logs
 from pdserve.clock import Clock
 from pdserve.config import RouterConfig
-from pdserve.errors import Cancelled, PdserveError
+from pdserve.errors import Cancelled, PdserveError, Unavailable
 from pdserve.rpc import cluster_pb2 as pb
 from pdserve.rpc import convert
 from pdserve.types import Finish, Load, Owner, SampledToken, Ticket, WorkerInfo
@@ -87,6 +87,16 @@ class Control:
         self._ticked_at = clock.now()
         self._sessions: dict[str, Session] = {}
         self._streams: dict[str, EventSink] = {}
+        self._draining = False
+
+    @property
+    def serves(self) -> bool:
+        """Whether new requests are welcome here: what its health says."""
+        return not self._draining and any(not member.load.draining for member in self.membership)
+
+    def drain(self) -> None:
+        """Take nothing new from now on. What is in flight goes on."""
+        self._draining = True
 
     @property
     def stream_count(self) -> int:
@@ -99,7 +109,10 @@ class Control:
     # The front's calls.
 
     def submit(self, request: Request, stream: EventSink, resumed: bool = False) -> None:
-        """Take a request over, a resumed one from whoever had it; its events go to `stream`. Raises as Dispatch."""
+        """Take a request over, a resumed one from whoever had it; its events go to `stream`. Raises as Dispatch, and
+        Unavailable where this router drains."""
+        if self._draining:
+            raise Unavailable("this router is shutting down; ask another one")
         if resumed:
             self.cancel(request.request_id, Cancelled("the client resumed this request over another connection"))
         actions = self.dispatch.submit(request, self._clock.now())

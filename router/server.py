@@ -95,7 +95,6 @@ class Router:
         self._first_join = asyncio.Event()
         self._joined = asyncio.Event()
         self._all_ended = asyncio.Event()
-        self._draining = False
         self._health = health_aio.HealthServicer()
         self._servers: list[grpc.aio.Server] = []
         self._ticker: asyncio.Task[None] | None = None
@@ -126,7 +125,7 @@ class Router:
     async def drain(self, timeout_s: float) -> None:
         """Say NOT_SERVING, take nothing new, and wait until every stream has ended or the time is over."""
         _log.info("router drains", running=len(self._dispatch))
-        self._draining = True
+        self._control.drain()
         await self._update_health()
         self._all_ended.clear()
         if len(self._dispatch):
@@ -158,8 +157,8 @@ class Router:
                 _log.exception("a tick failed")
 
     async def _update_health(self) -> None:
-        serving = not self._draining and any(not member.load.draining for member in self._membership)
-        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        answers = health_pb2.HealthCheckResponse
+        status = answers.SERVING if self._control.serves else answers.NOT_SERVING
         for service in ("", _SERVICE):
             await self._health.set(service, status)
 
@@ -175,9 +174,7 @@ class Router:
         return self._limits
 
     def submit(self, request: Request, resumed: bool = False) -> RequestStream:
-        """Take a request over; a resumed one from whoever had it. Raises AlreadyExists or ResourceExhausted."""
-        if self._draining:
-            raise Unavailable("this router is shutting down; ask another one")
+        """Take a request over; a resumed one from whoever had it. Raises as Control."""
         stream = RequestStream(self._control, request.request_id, request.n)
         self._control.submit(request, stream, resumed)
         return stream

@@ -281,7 +281,7 @@ class Cluster:
             return
         if not process.frozen:
             if isinstance(part, SimulatedRouter):
-                part.leaving = True
+                part.control.drain()
                 done = not part.calls
             else:
                 if not part.draining:

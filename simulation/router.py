@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from pdserve.config import RouterConfig
-from pdserve.errors import PdserveError, Unavailable
+from pdserve.errors import PdserveError
 from pdserve.rpc import inference_pb2 as pb
 from router.control import TICK_S, Control
 from router.frontend import resume_point
@@ -28,7 +28,6 @@ class SimulatedRouter:
         self.renew_interval_s = config.renew_interval_ms / 1000
         self.timeout_s = config.worker_timeout_ms / 1000
         self.control = Control(incarnation, config, fabric.timeline, self)
-        self.leaving = False
         self.calls: list[SimulatedStream] = []  # whose front has not ended
         self._oracle = oracle
         self._tick()
@@ -36,8 +35,7 @@ class SimulatedRouter:
     @property
     def serves(self) -> bool:
         """What its health says."""
-        willing = any(not member.load.draining for member in self.control.membership)
-        return self.process.alive and not self.leaving and willing
+        return self.process.alive and self.control.serves
 
     def _tick(self) -> None:
         self.control.tick()
@@ -66,8 +64,6 @@ class SimulatedRouter:
         stream = SimulatedStream(scripts, [len(ids) for ids in received], self.process)
         stream.who_sampled = lambda output, position: self._who_sampled(stream, output, position)
         try:
-            if self.leaving:
-                raise Unavailable("this router is shutting down; ask another one")
             self.control.submit(request_of(resolved, resume), stream, resume is not None)
         except PdserveError as error:
             wire.send(self.process, "error", lambda error=error: caller.on_error(error), error)
