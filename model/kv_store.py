@@ -1,7 +1,7 @@
 """The paged KV store: the cache's memory, and one sequence's view of it as canonical bytes.
 
-`SequenceKV` has the shape of kvtransfer's reader and writer without knowing that package: the engine's store and
-the wire meet in the workers.
+`StoredKV` has the shape of kvtransfer's reader and writer without knowing that package: the store and the wire meet in
+the workers.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class KVStore:
             self.kernels.write_kv(self.cache, layer, to_slots, k, v)
 
 
-class SequenceKV:
-    """One sequence's KV by layer and token range, through its block table."""
+class StoredKV:
+    """`engine.sequence.SequenceKV` over a store: one sequence's KV, through its block table as it is now."""
 
     def __init__(self, store: KVStore, blocks: ListLike[int]) -> None:
         self._store = store

@@ -18,13 +18,13 @@ from engine.blocks import BlockPool
 from engine.engine import Engine
 from engine.sequence import Phase, Sequence
 from kernels.ops import AfterLayer, CacheShape, SequenceRows, StepBatch
-from kvtransfer.layout import KVLayout
 from pdserve.config import EngineConfig
+from pdserve.kv_format import KVFormat
 from pdserve.types import Owner, SampledToken
 from simulation.oracle import COLOUR, EOS, VOCAB_SIZE, Oracle, Provenance, Script, Violation, logits_after
 
 LAYERS = 2
-LAYOUT = KVLayout(layer_count=LAYERS, kv_heads=1, head_dim=2, dtype="float32")  # one 64-bit tag is a row
+LAYOUT = KVFormat(layer_count=LAYERS, kv_heads=1, head_dim=2, item="float32")  # one 64-bit tag is a row
 TOKEN_BYTES = LAYOUT.payload_bytes(1)
 _ANY_COLOUR = np.array([0, COLOUR], np.uint64)  # K, V
 
