@@ -28,7 +28,7 @@ from kvtransfer.frames import (
     decode,
 )
 from kvtransfer.incoming import IncomingTransfer, OnNeedBlocks, OnReceived, OnSenderLost
-from kvtransfer.layout import KVReader, KVWriter
+from kvtransfer.kv_access import KVReader, KVWriter
 from kvtransfer.outgoing import OnSent, OutgoingTransfer
 from kvtransfer.port import FramePort
 from kvtransfer.receiver import Expectation

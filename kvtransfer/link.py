@@ -33,7 +33,7 @@ from kvtransfer.exchange import Exchange
 from kvtransfer.frames import MAX_PAYLOAD_BYTES, TRANSFER_ID_BYTES, Open
 from kvtransfer.incoming import OnNeedBlocks, OnReceived, OnSenderLost
 from kvtransfer.integrity import BLOCK_TOKENS, hash_tokens
-from kvtransfer.layout import KVLayout, KVReader, KVWriter
+from kvtransfer.kv_access import KVReader, KVWriter
 from kvtransfer.outgoing import OnSent
 from kvtransfer.receiver import Expectation
 from kvtransfer.stats import LinkStats
@@ -41,6 +41,7 @@ from kvtransfer.transports.base import Transport
 from pdserve.clock import Clock
 from pdserve.config import TransferConfig
 from pdserve.errors import ConfigError, PdserveError, ResourceExhausted, TransferError, Unavailable
+from pdserve.kv_format import KVFormat
 from pdserve.logs import Logger
 from pdserve.tracing import Trace
 from pdserve.types import Owner, SampledToken, Ticket
@@ -56,13 +57,13 @@ class Link:
     """See the module's docstring. `model`: identity of all that the KV depends on besides the tokens.
 
     Takes the transport over and closes it. `max_transfers` bounds each direction. Transfer ids come from
-    `random_bytes`. Raises ConfigError where the limits of `config` do not fit the layout.
+    `random_bytes`. Raises ConfigError where the limits of `config` do not fit the format.
     """
 
     def __init__(
         self,
         transport: Transport,
-        layout: KVLayout,
+        kv_format: KVFormat,
         model: bytes,
         config: TransferConfig,
         clock: Clock,
@@ -72,9 +73,9 @@ class Link:
         max_transfers: int = 256,
         random_bytes: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
-        _check_limits(layout, config)
+        _check_limits(kv_format, config)
         self._transport = transport
-        self._layout = layout
+        self._format = kv_format
         self._model = model
         self._config = config
         self._clock = clock
@@ -144,7 +145,7 @@ class Link:
         offer = Open(
             transfer=ticket.transfer_id,
             epoch=ticket.epoch,
-            layout=self._layout,
+            layout=self._format,
             model=self._model,
             prompt_hash=hash_tokens(token_ids),
             token_start=ticket.cached_tokens,
@@ -199,7 +200,7 @@ class Link:
         expected = Expectation(
             transfer=self._random_bytes(TRANSFER_ID_BYTES),
             epoch=_FIRST_EPOCH,
-            layout=self._layout,
+            layout=self._format,
             model=self._model,
             prompt_hash=hash_tokens(token_ids),
             token_start=cached_tokens,
@@ -314,8 +315,8 @@ class _Places:
             self.taken -= 1
 
 
-def _check_limits(layout: KVLayout, config: TransferConfig) -> None:
-    token_bytes, frame_bytes = layout.payload_bytes(1), config.max_frame_bytes
+def _check_limits(kv_format: KVFormat, config: TransferConfig) -> None:
+    token_bytes, frame_bytes = kv_format.payload_bytes(1), config.max_frame_bytes
     if not token_bytes <= frame_bytes <= min(config.window_bytes, MAX_PAYLOAD_BYTES):
         raise ConfigError(
             f"transfer.max_frame_bytes = {frame_bytes}: must be at least one token's KV of a layer ({token_bytes}) and "

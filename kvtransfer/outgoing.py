@@ -11,7 +11,7 @@ from dataclasses import replace
 from kvtransfer.actions import Failed, Finished, Send, SendCommit, SenderAction, SendLayer
 from kvtransfer.frames import Commit, Frame, Open
 from kvtransfer.integrity import Hashes, hashes_of
-from kvtransfer.layout import KVReader, ScratchReader
+from kvtransfer.kv_access import KVReader, ScratchReader
 from kvtransfer.port import FramePort
 from kvtransfer.sender import Sender
 from kvtransfer.stats import LinkStats

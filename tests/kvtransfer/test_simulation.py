@@ -12,16 +12,16 @@ import pytest
 from kvtransfer.actions import TakenOver
 from kvtransfer.frames import Open
 from kvtransfer.integrity import hash_tokens
-from kvtransfer.layout import KVLayout
 from kvtransfer.receiver import Expectation
 from pdserve.config import TransferConfig
 from pdserve.errors import Cancelled, InternalError, PdserveError, TransferError
+from pdserve.kv_format import KVFormat
 from pdserve.types import SampledToken, Ticket
 from support.kv_simulation import NetworkFaults, SimulatedWorker, Simulation
 from support.kv_store import FakeStore
 from support.seeds import Seeds
 
-LAYOUT = KVLayout(layer_count=3, kv_heads=1, head_dim=8, dtype="bfloat16")  # 32 bytes a token and layer
+LAYOUT = KVFormat(layer_count=3, kv_heads=1, head_dim=8, item="bfloat16")  # 32 bytes a token and layer
 CONFIG = TransferConfig(
     window_bytes=1024, max_frame_bytes=300, ticket_ttl_ms=5_000, ping_interval_ms=500, deadline_ms=60_000
 )

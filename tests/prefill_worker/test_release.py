@@ -13,7 +13,8 @@ from pdserve.tracing import TraceEvent
 from pdserve.types import SamplingParams
 from prefill_worker.release import Release
 from support.checkpoints import TinyShape, write_tiny_checkpoint
-from support.engines import Job, Pair, make_engine
+from support.engines import Job, make_engine
+from support.pairs import Pair
 
 CHUNKS = [(0, 4), (4, 6)]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=2)
