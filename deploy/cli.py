@@ -24,7 +24,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from deploy import bench_cli, drill_cli
+from deploy.commands import bench, drill
 from deploy.runtime import ClusterState, RuntimeDirectory
 from deploy.termination import STOP_SIGNALS, exit_on_signals
 from pdserve import logs
@@ -40,8 +40,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-app.add_typer(bench_cli.app, name="bench")
-app.add_typer(drill_cli.app, name="drill")
+app.add_typer(bench.app, name="bench")
+app.add_typer(drill.app, name="drill")
 _out = Console(highlight=False)
 _err = Console(stderr=True, highlight=False, soft_wrap=True)
 _DRAIN_LOOK_S = 0.1  # a router tells nobody that a worker is drained: it is asked

@@ -14,6 +14,7 @@ Shapes: M rows of a step, Hq query heads, Hkv key/value heads, D head size.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,6 +22,9 @@ from typing import Any, Protocol
 import torch
 
 from pdserve.kv_format import KVFormat
+
+# A received frame's memory is read-only. It is only read from, which torch cannot know.
+warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
 
 _ITEM_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -58,6 +62,10 @@ class CacheShape:
     def dtype(self) -> torch.dtype:
         """What K and V are rounded to when they are written."""
         return _ITEM_DTYPES[self.format.item]
+
+    def canonical(self, buffer: memoryview, token_count: int) -> torch.Tensor:
+        """The canonical bytes of a range, as `Kernels.read_kv` yields them: [2, T, Hkv, D], in the same memory."""
+        return torch.frombuffer(buffer, dtype=self.dtype).view(2, token_count, self.kv_heads, self.head_dim)
 
 
 @dataclass(frozen=True, slots=True)

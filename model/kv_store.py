@@ -6,15 +6,11 @@ the workers.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence as ListLike
 
 import torch
 
 from kernels.ops import CacheShape, Kernels, slots_of
-
-# A received frame's memory is read-only. It is only read from, which torch cannot know.
-warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
 
 
 class KVStore:
@@ -42,16 +38,14 @@ class StoredKV:
         self._all_slots = slots_of(blocks, 0, len(blocks) * store.shape.block_tokens, store.shape.block_tokens)
 
     def read_into(self, layer: int, start: int, stop: int, out: memoryview) -> None:
-        """Copy tokens [start, stop) of a layer: K [T, Hkv, D] then V [T, Hkv, D], row-major."""
-        store, shape = self._store, self._store.shape
-        values = torch.frombuffer(out, dtype=shape.dtype).view(2, stop - start, shape.kv_heads, shape.head_dim)
+        """Copy the canonical bytes of tokens [start, stop) of a layer into `out`."""
+        store, values = self._store, self._store.shape.canonical(out, stop - start)
         store.kernels.read_kv(store.cache, layer, self._slots(start, stop), values)
 
     def write(self, layer: int, start: int, stop: int, payload: memoryview) -> None:
         """Copy canonical bytes into the sequence's blocks."""
-        store, shape = self._store, self._store.shape
-        values = torch.frombuffer(payload, dtype=shape.dtype)
-        k, v = values.view(2, stop - start, shape.kv_heads, shape.head_dim)
+        store = self._store
+        k, v = store.shape.canonical(payload, stop - start)
         store.kernels.write_kv(store.cache, layer, self._slots(start, stop), k, v)
 
     def _slots(self, start: int, stop: int) -> torch.Tensor:

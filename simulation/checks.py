@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from kvtransfer.incoming import IncomingTransfer
 from kvtransfer.outgoing import OutgoingTransfer
 from router.in_flight import Phase
-from simulation.model import CheckedKV
+from simulation.executor import CheckedKV
 from simulation.oracle import Violation
 from simulation.router import SimulatedRouter
 from simulation.worker import SimulatedWorker

@@ -19,7 +19,7 @@ from router.suspicion import CONVICT_AFTER
 from simulation import checks
 from simulation.client import Job, JobPlan
 from simulation.eventlog import EventLog
-from simulation.model import LAYERS
+from simulation.executor import LAYERS
 from simulation.network import Death, Fabric, KvNetwork
 from simulation.oracle import Oracle, Violation
 from simulation.router import SimulatedRouter

@@ -25,7 +25,7 @@ from pdserve.tracing import Trace
 from pdserve.types import Load, Owner, Role, SamplingParams, Ticket, WorkerInfo
 from prefill_worker.service import PrefillService
 from simulation import fences
-from simulation.model import LAYOUT, Poisoned, SimulatedEngine
+from simulation.executor import LAYOUT, Poisoned, SimulatedEngine
 from simulation.network import Death, Fabric, KvNetwork, kill
 from simulation.oracle import EOS, Oracle, Violation
 from simulation.sessions import RECONNECT_S, RouterSide, WorkerEnd

@@ -28,7 +28,7 @@ def run_python(code):
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize("module", ["deploy.cli", "deploy.cluster", "deploy.demo", "drills.failover_bench"])
+@pytest.mark.parametrize("module", ["deploy.cli", "deploy.cluster", "deploy.demo", "deploy.commands.failover_bench"])
 def test_grpcs_fork_handlers_are_off_before_grpc_is_imported(module):
     """With them on, a child that Ray forks crashes now and then before its exec, and Ray does not start."""
     assert run_python(f"{WHEN_GRPC_COMES}\nimport {module}").stdout == "fork support: 0\n"

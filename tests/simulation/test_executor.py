@@ -13,7 +13,7 @@ from engine.sequence import KVSource, Sequence, SequenceKV
 from pdserve.config import EngineConfig
 from pdserve.errors import Cancelled, InternalError
 from pdserve.types import Load, Owner, SampledToken, SamplingParams
-from simulation.model import LAYERS, TOKEN_BYTES, Poisoned, TagExecutor
+from simulation.executor import LAYERS, TOKEN_BYTES, Poisoned, TagExecutor
 from simulation.oracle import Oracle, Script, Violation
 
 PARAMS = SamplingParams(

@@ -67,7 +67,7 @@ def transfer(
     """The KV wire: what is left of a transfer after prefill, bytes a second by transport, what integrity costs."""
     from bench.transfer import FRAME_SIZES, MIN_INTEGRITY_PAIRS, bench_integrity, bench_transports
     from bench.transfer_peer import TRANSPORTS
-    from deploy.transfer_bench import bench_integrity_ttft, bench_modes
+    from deploy.commands.transfer_bench import bench_integrity_ttft, bench_modes
 
     if unknown := set(part) - set(TRANSFER_PARTS):
         raise InvalidArgument("part", f"has {unknown.pop()!r}: must be one of {', '.join(TRANSFER_PARTS)}")
@@ -97,7 +97,7 @@ def failover(
     json_output: JsonOption = False,
 ) -> None:
     """What a lost worker costs: stalls of streams, time until all run again, throughput under repeated kills."""
-    from drills.failover_bench import bench_recovery, bench_stalls, bench_throughput
+    from deploy.commands.failover_bench import bench_recovery, bench_stalls, bench_throughput
 
     if unknown := set(part) - set(FAILOVER_PARTS):
         raise InvalidArgument("part", f"has {unknown.pop()!r}: must be one of {', '.join(FAILOVER_PARTS)}")

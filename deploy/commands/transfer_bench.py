@@ -4,7 +4,7 @@ Each variant to compare (a transfer mode; integrity off) is a cluster of one pre
 of its own, and all of them stand at once: requests go to them in turns, so that what else the machine does strikes all
 alike. Medians over the rounds.
 
-    python -m deploy.transfer_bench '{"mode": "whole"}'      a variant: settings of [transfer]
+    python -m deploy.commands.transfer_bench '{"mode": "whole"}'      a variant: settings of [transfer]
     in   {"tokens", "seed"}        out  {} when it serves, then {"ttft_ms", "hand_over_ms"} a request
 """
 
@@ -94,7 +94,7 @@ def _in_turns(
 @contextmanager
 def _cluster(settings: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "deploy.transfer_bench", json.dumps(settings)],
+        [sys.executable, "-m", "deploy.commands.transfer_bench", json.dumps(settings)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
