@@ -17,6 +17,9 @@ from pdserve.rpc import cluster_pb2 as pb
 from pdserve.rpc.cluster_pb2_grpc import ClusterServicer
 from router.session import SessionEvents, SessionTerms, StreamEnd, WorkerSession
 
+# A lost connection may look like a side that was closed in order, until this handler is cancelled a moment later.
+_CERTAIN_S = 0.05
+
 
 class Sessions(ClusterServicer):
     """The servicer of pdserve.cluster.v1.Cluster."""
@@ -44,6 +47,7 @@ class Sessions(ClusterServicer):
         end = StreamEnd.BROKEN
         try:
             await reader
+            await asyncio.sleep(_CERTAIN_S)
             end = StreamEnd.FINISHED
         except asyncio.CancelledError:
             if _being_cancelled():

@@ -8,6 +8,7 @@ from pdserve.rpc import inference_pb2 as pb
 from pdserve.types import Finish
 from router.control import TICK_S, Control
 from router.frontend import Frontend, work_of
+from router.session import SessionTerms
 from router.validation import ResolvedRequest
 from simulation.front import Caller, FrontCall, SimulatedStream
 from simulation.network import Death, Fabric, Wire, kill
@@ -23,8 +24,7 @@ class SimulatedRouter:
         self.process = Process(fabric.timeline, host, incarnation)
         self.incarnation = incarnation
         self.config = config
-        self.renew_interval_s = config.renew_interval_ms / 1000
-        self.timeout_s = config.worker_timeout_ms / 1000
+        self.terms = SessionTerms(incarnation, "tags", config.renew_interval_ms, config.worker_timeout_ms)
         self.control = Control(incarnation, config, fabric.timeline, self)
         self.leaving = False
         self.calls: list[SimulatedStream] = []  # whose front has not ended
