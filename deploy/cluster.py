@@ -12,18 +12,19 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import psutil
 import ray
 import ray.exceptions
 
 from deploy.actors import RouterActor, WorkerActor
 from deploy.ports import PortReservation
+from deploy.processes import end_processes
+from deploy.ray_environment import node_environment, starting_ray
 from deploy.runtime import RuntimeDirectory
 from deploy.spec import RouterSpec, WorkerSpec
 from kvtransfer.transports.zmq import CurveKey
@@ -55,7 +56,7 @@ class LocalCluster:
         self.model = name
         self.stage_seconds: dict[str, float] = {}
         self._runtime = RuntimeDirectory(config.cluster.runtime_dir)
-        self._runtime.create()
+        self._cluster_id = self._runtime.create()
         self._workers: dict[str, ray.actor.ActorHandle] = {}
         self._routers: dict[str, ray.actor.ActorHandle] = {}
         self._kv_key = CurveKey.generate() if config.transfer.network == "tcp" else None
@@ -103,6 +104,11 @@ class LocalCluster:
         """Where Ray's control store listens: what another node needs to join."""
         return str(ray.get_runtime_context().gcs_address)
 
+    @property
+    def node_environment(self) -> Mapping[str, str]:
+        """And what that node's processes are to be started with."""
+        return node_environment(self._cluster_id)
+
     def add_workers(self, workers: Iterable[tuple[Role, str]], place: str) -> None:
         """Start more workers, by role and id, on nodes with Ray's custom resource `place`; returns when they have
         joined. Raises as the constructor does."""
@@ -125,7 +131,7 @@ class LocalCluster:
             actors = [*self._workers.values(), *self._routers.values()]
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.get([actor.stop.remote() for actor in actors], timeout=_STOP_TIMEOUT_S)
-        stop_processes(self._runtime, ray.shutdown)
+        end_processes(self._cluster_id, ray.shutdown)
         self._runtime.remove()
         for pair in self._ports:
             for reservation in pair:
@@ -141,17 +147,19 @@ class LocalCluster:
         cluster = self.config.cluster
         places = cluster.routers + cluster.prefill + cluster.decode
         try:
-            ray.init(
-                num_cpus=0,
-                num_gpus=0,
-                resources={_PLACES: places},
-                include_dashboard=False,
-                object_store_memory=_RAY_STORE_BYTES,
-                log_to_driver=False,
-                logging_level=logging.CRITICAL,
-                namespace="pdserve",
-                _temp_dir=str(self._runtime.ray),
-            )
+            with starting_ray(self._cluster_id, self._runtime.ray):
+                ray.init(
+                    address="local",
+                    num_cpus=0,
+                    num_gpus=0,
+                    resources={_PLACES: places},
+                    include_dashboard=False,
+                    object_store_memory=_RAY_STORE_BYTES,
+                    log_to_driver=False,
+                    logging_level=logging.CRITICAL,
+                    namespace="pdserve",
+                    _temp_dir=str(self._runtime.ray),
+                )
         except Exception as error:  # Ray raises plain ones when its processes do not come up in time
             raise Unavailable(f"Ray did not start: {error}\n{self._runtime.ray_complaints()}") from error
 
@@ -210,17 +218,6 @@ class LocalCluster:
     @property
     def _timeout_s(self) -> float:
         return self.config.cluster.start_timeout_s
-
-
-def stop_processes(runtime: RuntimeDirectory, shut_down: Callable[[], None]) -> None:
-    """Shut Ray down, then end by their ids whatever processes of this cluster are left."""
-    processes = runtime.processes()
-    shut_down()
-    _, alive = psutil.wait_procs(processes, timeout=5.0)
-    for process in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(alive, timeout=5.0)
 
 
 def _get(references: object, timeout_s: float) -> object:
