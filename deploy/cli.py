@@ -407,7 +407,3 @@ def _failed(error: Exception, code: int) -> int:
     with contextlib.suppress(OSError):
         _err.print(f"pdserve: {error}", markup=False)
     return code
-
-
-if __name__ == "__main__":
-    main()

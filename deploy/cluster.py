@@ -21,6 +21,7 @@ from typing import Any
 import ray
 import ray.exceptions
 
+import deploy.own_modules  # noqa: F401  before anything of the product is imported
 from deploy.actors import RouterActor, WorkerActor
 from deploy.ports import PortReservation
 from deploy.processes import end_processes

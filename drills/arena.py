@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import psutil
 import ray.exceptions
 
 from deploy.cluster import LocalCluster
+from deploy.installation import child_environment
 from deploy.runtime import RuntimeDirectory
 from drills.footprint import Footprint, footprint
 from pdserve.client import Client
@@ -225,10 +227,11 @@ class DetachedCluster:
         self._runtime = RuntimeDirectory(config.cluster.runtime_dir)
         config_file.write_text(_toml(config))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "deploy.cli", "up", "--config", str(config_file)],
+            [sys.executable, "-P", "-m", "deploy", "up", "--config", str(config_file)],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
+            env=os.environ | child_environment(),
         )
         if not wait_for(
             lambda: self._serves() or self._process.poll() is not None, config.cluster.start_timeout_s + 30.0

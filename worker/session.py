@@ -30,6 +30,7 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.enable_http_proxy", 0),  # a router is reached directly, whatever the environment says of the web
     ("grpc.use_local_subchannel_pool", 1),  # a new connection after a break, not a shared channel in back-off
 )
 _WELCOME_TIMEOUT_S = 5.0

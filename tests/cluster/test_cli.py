@@ -17,7 +17,7 @@ from support.clusters import wait_for
 
 pytestmark = pytest.mark.cluster
 
-PDSERVE = [sys.executable, "-m", "deploy.cli"]
+PDSERVE = [sys.executable, "-m", "deploy"]
 
 
 def pdserve(*arguments, timeout=120):
