@@ -32,6 +32,7 @@ from kvtransfer.transports.zmq import CurveKey
 from model.config import ModelConfig
 from model.embedded import embedded_model_directory
 from model.files import tensor_files
+from pdserve import machine
 from pdserve.client import Client
 from pdserve.config import Config
 from pdserve.errors import ConfigError, PdserveError, Unavailable
@@ -53,6 +54,7 @@ class LocalCluster:
         self._progress = progress
         self._directory, name = _model(config)
         self.config = _resolve_threads(config)
+        check_memory(config, self._directory, machine.memory())
         self._ports = _reserve_ports(config)
         self.model = name
         self.stage_seconds: dict[str, float] = {}
@@ -261,12 +263,34 @@ def _reserve_ports(config: Config) -> list[tuple[PortReservation, PortReservatio
 
 
 def _resolve_threads(config: Config) -> Config:
-    """threads = 0 becomes this machine's cores shared out among the workers."""
-    cores = len(os.sched_getaffinity(0))
-    if config.engine.threads > cores:
-        raise ConfigError(f"engine.threads = {config.engine.threads}: this machine has {cores} cores")
+    """threads = 0 becomes the cores that this process may use, shared out among the workers."""
+    here = len(os.sched_getaffinity(0))
+    if config.engine.threads > here:
+        raise ConfigError(f"engine.threads = {config.engine.threads}: this machine has {here} cores")
     if config.engine.threads:
         return config
-    workers = config.cluster.prefill + config.cluster.decode
-    threads = max(1, cores // workers)
+    threads = max(1, machine.cores() // _worker_count(config))
     return replace(config, engine=replace(config.engine, threads=threads))
+
+
+def check_memory(config: Config, directory: Path, left: machine.Memory | None) -> None:
+    """Raise ConfigError where the workers' KV and weights are more than what is `left`, and say what would fit."""
+    if left is None:
+        return
+    workers, kv_mb = _worker_count(config), config.engine.kv_cache_mb
+    stored = ModelConfig.from_hf(directory).dtype
+    widened = 2 if config.model.dtype == "float32" and stored != "float32" else 1
+    weights_mb = widened * sum(file.stat().st_size for file in tensor_files(directory)) // 2**20
+    left_mb = left.available // 2**20
+    if workers * (kv_mb + weights_mb) <= left_mb:
+        return
+    fits_mb = left_mb // workers - weights_mb
+    advice = f"at most {fits_mb} would fit" if fits_mb > 0 else "not even the weights fit: start fewer workers"
+    raise ConfigError(
+        f"engine.kv_cache_mb = {kv_mb}: that, and {weights_mb} MiB of weights, for each of {workers} workers is "
+        f"{workers * (kv_mb + weights_mb)} MiB, and {left.source} leaves {left_mb} MiB; {advice}"
+    )
+
+
+def _worker_count(config: Config) -> int:
+    return config.cluster.prefill + config.cluster.decode
