@@ -274,7 +274,9 @@ def _run_cluster(config: Config, json_output: bool) -> None:
         _print_config(config)
     begin = time.monotonic()
     os.chdir("/")  # the directory in which it was started is the user's to remove
-    with LocalCluster(config, progress) as cluster:
+    with streams.libraries_silent() if json_output else contextlib.nullcontext():
+        started = LocalCluster(config, progress)
+    with started as cluster:
         info = cluster.info()
         if not json_output:
             stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in cluster.stage_seconds.items())

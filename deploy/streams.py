@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -34,9 +35,10 @@ def take_over() -> None:
     sys.stdout = io.TextIOWrapper(own, encoding=encoding, errors="replace", line_buffering=own.isatty())
 
 
-def print_json(value: Any, *, indent: int | None = 2) -> None:
-    """One JSON value on a line, or several lines, of its own. ASCII only: right in every encoding."""
-    print(json.dumps(value, indent=indent), flush=True)
+def print_json(value: Any, *, file: TextIO | None = None, indent: int | None = 2) -> None:
+    """One JSON value on a line, or several lines, of its own. ASCII only: right in every encoding. JSON has no numbers
+    that are not finite: null."""
+    print(json.dumps(_finite(value), indent=indent, allow_nan=False), file=file, flush=True)
 
 
 @contextlib.contextmanager
@@ -63,3 +65,11 @@ def discard() -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
