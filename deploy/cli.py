@@ -182,7 +182,7 @@ def generate(
     runtime_dir: RuntimeOption = "",
     json_output: JsonOption = False,
 ) -> None:
-    """Stream an answer from the running cluster."""
+    """Stream an answer from the running cluster. The model's text goes to stdout byte for byte, in UTF-8."""
     prompt = [("user", text)] if chat else text
     with Client(_addresses(address, config, runtime_dir)) as client:
         stream = client.generate(
@@ -200,14 +200,22 @@ def generate(
         several = (n or 1) > 1  # they come interleaved: printed when they have ended
         for delta in stream:
             if not json_output and not several:
-                _out.print(delta.text, end="", markup=False, soft_wrap=True)
+                _write_text(delta.text)
     if json_output:
-        _out.print_json(json.dumps(_result_object(stream.result)))
+        print(json.dumps(_result_object(stream.result), indent=2))
     elif several:
         for index, output in enumerate(stream.result.outputs):
-            _out.print(f"[{index}] {output.text}", markup=False, soft_wrap=True)
-    else:
-        _out.print()
+            _write_text(f"[{index}] {output.text}\n")
+    elif sys.stdout.isatty():
+        _write_text("\n")
+
+
+def _write_text(text: str) -> None:
+    """The model's text is data, so nothing renders it: no tab, control character or `:smile:` of it changes. It is
+    UTF-8 whatever stdout's encoding is, and whoever reads a pipe or a file has that and no more."""
+    sys.stdout.flush()
+    sys.stdout.buffer.write(text.encode())
+    sys.stdout.buffer.flush()
 
 
 def _config(path: Path | None, flags: dict[str, dict[str, Any]]) -> Config:
