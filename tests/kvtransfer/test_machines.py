@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from decode_worker.ladder import Ladder, LadderLimits, Rung
 from kvtransfer.actions import (
     Delivered,
     Failed,
@@ -27,7 +28,6 @@ from kvtransfer.actions import (
 )
 from kvtransfer.frames import Abort, Ack, Commit, Credit, Frame, Gone, Have, Layer, Nack, Open, Ping
 from kvtransfer.integrity import block_count, block_range, list_bytes
-from kvtransfer.ladder import Ladder, LadderLimits, Rung
 from kvtransfer.receiver import Expectation, Receiver, ReceiverState
 from kvtransfer.sender import Sender, SenderState
 from kvtransfer.timing import Timing
