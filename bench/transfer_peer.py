@@ -95,7 +95,8 @@ def send(link: Link, ticket: Ticket, store: PlainStore) -> dict[str, Any]:
         ended.set()
 
     cpu_s = time.process_time()
-    link.open_sender(ticket, OWNER, TOKEN_IDS, TOKEN_COUNT, store, on_end)
+    link.open_sender(ticket, OWNER, TOKEN_IDS, TOKEN_COUNT, on_end)
+    link.start_sender(ticket.transfer_id, store)
     for layer in range(LAYOUT.layer_count):
         link.layer_ready(ticket.transfer_id, layer, 0, TOKEN_COUNT)
     link.commit(ticket.transfer_id, [SampledToken(1)])

@@ -131,16 +131,13 @@ class Link:
         owner: Owner,
         token_ids: Sequence[int],
         token_stop: int,
-        reader: KVReader,
         on_end: OnSent,
-        *,
-        queued: bool = False,
     ) -> None:
         """Send the KV of tokens [ticket.cached_tokens, token_stop) to the ticket's issuer.
 
-        `token_ids`: prompt and accepted output, of which the KV is computed. `queued`: only keep the ticket alive, and
-        open the transfer at `start_sender` or the first `layer_ready`. `on_end(None)`: the receiver has verified
-        everything. Raises ResourceExhausted or Unavailable (not running), and then `on_end` is not called.
+        `token_ids`: prompt and accepted output, of which the KV is computed. Until `start_sender` the ticket is only
+        kept alive. `on_end(None)`: the receiver has verified everything. Raises ResourceExhausted or Unavailable (not
+        running), and then `on_end` is not called.
         """
         offer = Open(
             transfer=ticket.transfer_id,
@@ -154,12 +151,12 @@ class Link:
             max_frame_bytes=self._config.max_frame_bytes,
         )
         counted = self._outgoing.take_until(on_end)
-        self._accept(partial(self._exchange.open_outgoing, offer, ticket, reader, counted, queued), self._outgoing)
+        self._accept(partial(self._exchange.open_outgoing, offer, ticket, counted), self._outgoing)
         self._log.debug("sending KV", owner=str(owner), transfer=offer.transfer.hex(), endpoint=ticket.endpoint)
 
-    def start_sender(self, transfer_id: bytes) -> None:
-        """The turn of a queued sender has come."""
-        self._post(partial(self._exchange.start_outgoing, transfer_id))
+    def start_sender(self, transfer_id: bytes, reader: KVReader) -> None:
+        """Its turn has come: open the transfer. What is ready from now on is read through `reader`."""
+        self._post(partial(self._exchange.start_outgoing, transfer_id, reader))
 
     def layer_ready(self, transfer_id: bytes, layer: int, start: int, stop: int) -> None:
         """Tokens [start, stop) of a layer are computed, and stay readable until `on_end`.

@@ -54,7 +54,7 @@ def test_disaggregated_equals_colocated(checkpoint, params):
         pair.run(*jobs)
     for job in jobs:
         assert same(job, alone(checkpoint, Job(job.prompt, params))), f"prompt of {len(job.prompt)} tokens"
-    assert all(ends == [None] for ends in pair.prefill_reports.ended.values())
+    assert all(ends == [None] for ends in pair.prefill_ends.values())
 
 
 def test_disaggregated_across_different_block_and_chunk_sizes(llama):
@@ -90,14 +90,14 @@ def test_a_prefill_lost_in_mid_transfer_costs_no_bit(llama, steps, with_spare):
         owner = pair.start(job)
         pair.step_until(lambda: pair.prefill.load().running == 1)
         for _ in range(steps):
-            pair.prefill.step()
+            pair.prefill_worker.step()
         last_layer = pair.prefill.executor.format.layer_count - 1
-        pair.step_until(lambda: last_layer in layers_received(pair), pair.decode)
+        pair.step_until(lambda: last_layer in layers_received(pair), pair.decode_worker)
         pair.prefill.abort(owner, TransferError("this worker is shutting down"))
         pair.finish(job)
     assert same(job, alone(llama, Job(job.prompt, SAMPLED)))
-    assert [ticket.epoch for ticket in pair.decode_reports.tickets] == [1, 2]
-    assert len(pair.decode_reports.local_prefills) == (not with_spare)
+    assert [ticket.epoch for ticket in pair.tickets] == [1, 2]
+    assert len(pair.local_prefills) == (not with_spare)
     if not with_spare:
         (taken,) = [event for event in pair.trace.events() if event.name == "transfer_taken_over"]
         assert taken.fields["token_stop"] > 0, "nothing of what had come was kept"
@@ -110,7 +110,7 @@ def test_a_delivered_prompt_that_is_lost_by_preemption_and_computed_again_is_tol
     with Pair(make_engine(llama), decode) as pair:
         jobs = [Job(prompt(800, seed=i), params) for i in range(count)]
         pair.run(*jobs)
-    assert pair.decode_reports.local_prefills
+    assert pair.local_prefills
 
 
 def test_preempted_sequences_give_the_bits_of_undisturbed_ones(llama):

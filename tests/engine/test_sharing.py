@@ -9,6 +9,7 @@ import pytest
 
 from pdserve.errors import Cancelled
 from pdserve.types import Owner, SamplingParams
+from support.commands import start_decode
 from support.engines import Job, TestedEngine, finish, make_engine, run
 from support.pairs import Pair
 
@@ -120,7 +121,7 @@ def test_outputs_share_a_prompt_that_a_prefill_worker_has_not_begun_to_send(engi
         for output in (1, 2):
             follower = replace(leader, output=output)
             pair.jobs[follower] = jobs[output]
-            pair.decode_service.start(follower, prompt, (), PARAMS, local_prefill=True, share=leader)
+            pair.decode_worker.tell(start_decode(follower, prompt, (), PARAMS, local_prefill=True, share=leader))
         pair.finish(*jobs)
     assert [job.tokens for job in jobs] == expected
     assert sum(rows) == sum(len(job.tokens) for job in jobs) - 1  # the prompt's last token for each follower, no more

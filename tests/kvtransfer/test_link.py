@@ -394,9 +394,9 @@ def test_waiting_for_blocks_and_in_the_queue_keeps_the_ticket_alive(memory: Tran
     with running(prefill, decode):
         expecting = Expecting(decode, ids(70), lease=False)
         store, ended = FakeStore.random(LAYOUT, 70, seed=1), Outcome()
-        prefill.open_sender(expecting.ticket, OWNER, ids(70), 70, store, ended, queued=True)
+        prefill.open_sender(expecting.ticket, OWNER, ids(70), 70, ended)
         assert not expecting.needed.wait(longer_than_the_ttl_s)
-        prefill.start_sender(expecting.ticket.transfer_id)
+        prefill.start_sender(expecting.ticket.transfer_id, store)
         assert expecting.needed.wait(WAIT_S)
         assert not expecting.ended.comes_within(longer_than_the_ttl_s)
         assert ended.calls == []

@@ -176,4 +176,5 @@ def send_layers(link: Link, ticket: Ticket, layers: int, token_stop: int, chunk_
 def open_sender(
     link: Link, ticket: Ticket, token_ids: Sequence[int], reader: KVReader, on_end: Callable[..., None]
 ) -> None:
-    link.open_sender(ticket, OWNER, token_ids, len(token_ids), reader, on_end)
+    link.open_sender(ticket, OWNER, token_ids, len(token_ids), on_end)
+    link.start_sender(ticket.transfer_id, reader)

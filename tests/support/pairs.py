@@ -1,26 +1,56 @@
-"""A prefill and a decode worker's engines joined by two links, without Ray or router."""
+"""A prefill and a decode worker's engines and controls joined by two links, without Ray or router."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from collections.abc import Sequence as ListLike
+from functools import partial
 from types import TracebackType
 
-from decode_worker.service import DecodeService
-from kvtransfer.ladder import Ladder, LadderLimits
 from kvtransfer.link import Link
+from kvtransfer.transports.base import Transport
 from kvtransfer.transports.memory import MemoryNetwork
 from pdserve.clock import SystemClock
 from pdserve.config import TransferConfig
 from pdserve.errors import PdserveError
 from pdserve.logs import logger
+from pdserve.rpc import cluster_pb2 as pb
+from pdserve.rpc import convert
 from pdserve.tracing import Trace
-from pdserve.types import Finish, Owner, SampledToken, Ticket
-from prefill_worker.service import PrefillService
+from pdserve.types import Finish, Owner, Ticket
+from support import commands
+from support.controls import HandTurns, TestedControl
 from support.engines import Job, TestedEngine, new_owner
 
 _DEADLINE_S = 60.0
+
+
+class Member:
+    """One worker. Its control takes turns with its engine, on the test's thread."""
+
+    def __init__(
+        self,
+        engine: TestedEngine,
+        transport: Transport,
+        config: TransferConfig,
+        trace: Trace,
+        on_message: Callable[[pb.WorkerMessage], None],
+    ) -> None:
+        kv_format = engine.executor.format
+        self.engine = engine
+        self.link = Link(transport, kv_format, b"weights", config, SystemClock(), trace, logger("test"))
+        self.turns = HandTurns()
+        tested = TestedControl(
+            engine, self.link, kv_format.layer_count, on_message, turns=self.turns, config=config, trace=trace
+        )
+        self.tell = tested.tell
+        engine.listener = tested.control
+
+    def step(self, wait_s: float = 0.0) -> None:
+        """One of the engine's, and what the control has to do before and after it."""
+        self.turns.take()
+        self.engine.step(wait_s)
+        self.turns.take()
 
 
 class Pair:
@@ -38,47 +68,37 @@ class Pair:
     ) -> None:
         self.trace = Trace()
         self.jobs: dict[Owner, Job] = {}
+        self.tickets: list[Ticket] = []
+        self.local_prefills: list[Owner] = []
+        self.prefill_ends: dict[Owner, list[Finish | PdserveError | None]] = {}  # one a sender
         self.prefill, self.decode = prefill, decode
-        self.engines = [engine for engine in (prefill, decode, spare) if engine is not None]
-        self._network = MemoryNetwork()
-        self._config = config or TransferConfig()
-        self.links: list[Link] = []
-        self.prefill_reports = PrefillReports()
-        self.decode_reports = DecodeReports(self)
-        self.prefill_service = self._prefill_service(prefill)
-        self.spare_service = self._prefill_service(spare) if spare is not None else None
-        ladder = Ladder(LadderLimits.from_config(self._config))
-        self.decode_service = DecodeService(
-            decode, self._link(decode), self.decode_reports, ladder, SystemClock(), max_queued=64
-        )
+        network, config = MemoryNetwork(), config or TransferConfig()
 
-    def _prefill_service(self, engine: TestedEngine) -> PrefillService:
-        link, mode = self._link(engine), self._config.mode
-        return PrefillService(engine, link, self.prefill_reports, self.trace, max_queued=64, mode=mode)
+        def member(engine: TestedEngine, on_message: Callable[[pb.WorkerMessage], None]) -> Member:
+            return Member(engine, network.transport(), config, self.trace, on_message)
 
-    def _link(self, engine: TestedEngine) -> Link:
-        transport, kv_format = self._network.transport(), engine.executor.format
-        self.links.append(
-            Link(transport, kv_format, b"weights", self._config, SystemClock(), self.trace, logger("test"))
-        )
-        return self.links[-1]
+        self.prefill_worker = member(prefill, self._on_prefill)
+        self.spare_worker = None if spare is None else member(spare, self._on_prefill)
+        self.decode_worker = member(decode, self._on_decode)
+        workers = (self.prefill_worker, self.decode_worker, self.spare_worker)
+        self.workers = [worker for worker in workers if worker is not None]
 
     def __enter__(self) -> Pair:
-        for link in self.links:
-            link.start()
+        for worker in self.workers:
+            worker.link.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for link in self.links:
-            link.close()
+        for worker in self.workers:
+            worker.link.close()
 
     def start(self, job: Job) -> Owner:
         """Hand a job to the decode worker, which will issue a ticket for the prefill worker."""
         owner = new_owner()
         self.jobs[owner] = job
-        self.decode_service.start(owner, job.prompt, job.output, job.params, local_prefill=False)
+        self.decode_worker.tell(commands.start_decode(owner, job.prompt, job.output, job.params))
         return owner
 
     def run(self, *jobs: Job) -> None:
@@ -89,57 +109,47 @@ class Pair:
 
     def finish(self, *jobs: Job) -> None:
         self.step_until(lambda: all(job.ended for job in jobs))
-        self.step_until(lambda: all(engine.idle() for engine in self.engines))
-        for engine in self.engines:
-            assert engine.load().blocks.leased == 0
+        self.step_until(lambda: all(worker.engine.idle() for worker in self.workers))
+        for worker in self.workers:
+            assert worker.engine.load().blocks.leased == 0
 
-    def step_until(self, condition: Callable[[], bool], *only: TestedEngine) -> None:
-        """Step all engines, or these, until the condition holds; check their pools after every step."""
+    def step_until(self, condition: Callable[[], bool], *only: Member) -> None:
+        """Step all workers, or these, until the condition holds; check their pools after every step."""
         deadline = time.monotonic() + _DEADLINE_S
         while not condition():
-            for engine in only or self.engines:
-                engine.step(wait_s=0.001)
-                engine.check_integrity()
+            for worker in only or self.workers:
+                worker.step(wait_s=0.001)
+                worker.engine.check_integrity()
             assert time.monotonic() < deadline, "it did not come to that in time"
 
+    # What a router does.
 
-class PrefillReports:
-    """Keeps how each prefill ended, one end a sender."""
-
-    def __init__(self) -> None:
-        self.ended: dict[Owner, list[PdserveError | None]] = {}
-
-    def terminal(self, owner: Owner, outcome: PdserveError | None) -> None:
-        self.ended.setdefault(owner, []).append(outcome)
-
-
-class DecodeReports:
-    """Passes tickets on to the prefill worker and tokens to their job."""
-
-    def __init__(self, pair: Pair) -> None:
-        self._pair = pair
-        self.tickets: list[Ticket] = []
-        self.local_prefills: list[Owner] = []
-
-    def local_prefill(self, owner: Owner, reason: str) -> None:
-        self.local_prefills.append(owner)
-
-    def ticket(self, owner: Owner, ticket: Ticket) -> None:
-        job = self._pair.jobs[owner]
-        self.tickets.append(ticket)
-        service = self._pair.prefill_service if ticket.epoch == 1 else self._pair.spare_service
-        if service is None:
-            self._pair.decode_service.prefill_locally(owner)
+    def on_ticket(self, owner: Owner, ticket: Ticket) -> None:
+        """Pass a ticket on to the prefill worker whose turn it is."""
+        job = self.jobs[owner]
+        worker = self.prefill_worker if ticket.epoch == 1 else self.spare_worker
+        if worker is None:
+            self.decode_worker.turns.post(partial(self.decode_worker.tell, commands.prefill_locally(owner)))
         else:
-            service.start(owner, job.prompt, job.output, job.params, ticket)
+            worker.tell(commands.start_prefill(owner, job.prompt, job.output, job.params, ticket))
 
-    def tokens(self, batch: list[tuple[Owner, int, ListLike[SampledToken]]]) -> None:
-        for owner, first_position, tokens in batch:
-            job = self._pair.jobs[owner]
-            assert first_position == len(job.output) + len(job.tokens)
-            job.tokens += tokens
+    def _on_prefill(self, message: pb.WorkerMessage) -> None:
+        terminal = message.terminal
+        ends = self.prefill_ends.setdefault(convert.owner_from_proto(terminal.owner), [])
+        ends.append(convert.terminal_from_proto(terminal))
 
-    def terminal(self, owner: Owner, outcome: Finish | PdserveError | None) -> None:
-        job = self._pair.jobs[owner]
-        job.outcome = outcome
-        job.ended += 1
+    def _on_decode(self, message: pb.WorkerMessage) -> None:
+        match message.WhichOneof("message"):
+            case "ticket":
+                ticket = convert.ticket_from_proto(message.ticket)
+                self.tickets.append(ticket)
+                self.on_ticket(convert.owner_from_proto(message.ticket.owner), ticket)
+            case "local_prefill":
+                self.local_prefills.append(convert.owner_from_proto(message.local_prefill.owner))
+            case "tokens":
+                for item in message.tokens.batch:
+                    job = self.jobs[convert.owner_from_proto(item.owner)]
+                    job.add(item.first_position, [convert.token_from_proto(token) for token in item.tokens])
+            case "terminal":
+                job = self.jobs[convert.owner_from_proto(message.terminal.owner)]
+                job.end(convert.terminal_from_proto(message.terminal))
