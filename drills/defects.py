@@ -105,13 +105,13 @@ def _free_early() -> None:
 def _repeat_token() -> None:
     from router.actions import Accept
     from router.dispatch import Dispatch
-    from router.in_flight import Phase
+    from router.in_flight import AttemptPhase
 
     on_tokens = Dispatch.on_tokens
 
     def stutter(dispatch: Any, worker: str, owner: Any, first_position: int, tokens: Any, now: float) -> Any:
         entry = dispatch._current(owner)
-        first = entry is not None and entry.attempts > 1 and entry.phase is not Phase.DECODE
+        first = entry is not None and entry.attempts > 1 and entry.phase is not AttemptPhase.DECODE
         actions = on_tokens(dispatch, worker, owner, first_position, tokens, now)
         return [*(each for each in actions if first and isinstance(each, Accept)), *actions]
 

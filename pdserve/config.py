@@ -25,7 +25,7 @@ CPU_PATHS = ("auto", "amx", "avx512", "avx2", "portable")
 
 
 @dataclass(frozen=True, slots=True)
-class ModelConfig:
+class ServedModelConfig:
     """Which checkpoint is served. An empty `path` is the embedded SmolLM2-135M-Instruct."""
 
     path: str = ""
@@ -98,7 +98,6 @@ class ClusterConfig:
     routers: int = 1  # at router.grpc_port, and the ports after it
     runtime_dir: str = ""  # default: a short folder below the system's temporary one
     start_timeout_s: float = 120.0
-    restart_actors: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +107,7 @@ class LoggingConfig:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: ServedModelConfig = field(default_factory=ServedModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     router: RouterConfig = field(default_factory=RouterConfig)

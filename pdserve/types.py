@@ -36,8 +36,9 @@ class Finish:
 class Owner:
     """Who holds blocks, transfers and tickets. It fences everything: two attempts never share one.
 
-    `router` is the incarnation of the router process, `attempt` counts all that it has made: a request id may come
-    again, an owner never does. `output` says which of the request's n outputs it works on.
+    `tenant` separates callers who must learn nothing of each other, such as whose prompt is refused; the front knows
+    only one so far. `router` is the incarnation of the router process, `attempt` counts all that it has made: a request
+    id may come again, an owner never does. `output` says which of the request's n outputs it works on.
     """
 
     tenant: str

@@ -9,8 +9,8 @@ from pdserve.types import Finish, Owner, SampledToken, SamplingParams, Ticket
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """How an output stands beyond its tokens: what whoever goes on with it has to know. Empty fingerprints: nobody has
+class ResumeState:
+    """What another router has to know of an output, beyond its tokens, to go on with it. Empty fingerprints: nobody has
     computed anything yet. `crashed_at`: how many tokens it had when the last of `crashes` workers crashed under it."""
 
     prompt_fingerprint: str = ""
@@ -28,8 +28,8 @@ class Request:
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     received_ids: tuple[tuple[int, ...], ...] = ((),)  # of each output, what the client has from another router
-    tenant: str = "default"
-    standings: tuple[Standing, ...] = ()  # of each output at the other router, where that is known
+    tenant: str = "default"  # see Owner
+    resume_states: tuple[ResumeState, ...] = ()  # of each output at the other router, where that is known
 
     @property
     def n(self) -> int:
@@ -39,7 +39,7 @@ class Request:
     @property
     def resumed(self) -> bool:
         """Whether another router had it before."""
-        return bool(self.standings)
+        return bool(self.resume_states)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class StartPrefill:
 
 
 @dataclass(frozen=True, slots=True)
-class SenderLost:
+class GiveUpSender:
     """A decode worker shall not wait for the sender of this epoch any longer."""
 
     worker: str
@@ -89,7 +89,7 @@ class Fallback:
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
+class AbortAttempt:
     """A worker shall drop everything it holds for this owner."""
 
     worker: str
@@ -106,12 +106,12 @@ class Accept:
 
 
 @dataclass(frozen=True, slots=True)
-class Stands:
-    """For the client to pass on, should it lose this router."""
+class StateChanged:
+    """An output's resume state is another one now: for the client to pass on, should it lose this router."""
 
     request_id: str
     output: int
-    standing: Standing
+    state: ResumeState
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,5 +134,16 @@ class End:
     exact: bool
 
 
-Action = StartDecode | StartPrefill | SenderLost | PrefillLocally | Abort | Accept | Stands | Fallback | Retry | End
-StreamEvent = Accept | Stands | End
+Action = (
+    StartDecode
+    | StartPrefill
+    | GiveUpSender
+    | PrefillLocally
+    | AbortAttempt
+    | Accept
+    | StateChanged
+    | Fallback
+    | Retry
+    | End
+)
+StreamEvent = Accept | StateChanged | End

@@ -43,12 +43,11 @@ class Breakers:
     def succeeded(self, worker_id: str) -> None:
         self._breakers.pop(worker_id, None)
 
-    def failed(self, worker_id: str, now: float) -> bool:
-        """Count a failure; True if it opens the breaker."""
+    def failed(self, worker_id: str, now: float) -> None:
+        """Count a failure, which may open the breaker."""
         breaker = self._breakers.setdefault(worker_id, _Breaker())
         breaker.failures += 1
         if breaker.failures < self._threshold and not breaker.openings:
-            return False
+            return
         breaker.open_until = now + self._cooldown_s * 2 ** min(breaker.openings, _MAX_DOUBLINGS)
         breaker.openings += 1
-        return True

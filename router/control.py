@@ -11,23 +11,23 @@ from typing import Protocol
 from pdserve import logs
 from pdserve.clock import Clock
 from pdserve.config import RouterConfig
-from pdserve.errors import Cancelled, PdserveError
+from pdserve.errors import Cancelled, PdserveError, Unavailable
 from pdserve.rpc import cluster_pb2 as pb
 from pdserve.rpc import convert
 from pdserve.types import Finish, Load, Owner, SampledToken, Ticket, WorkerInfo
 from router.actions import (
-    Abort,
+    AbortAttempt,
     Accept,
     Action,
     End,
     Fallback,
+    GiveUpSender,
     PrefillLocally,
     Request,
     Retry,
-    SenderLost,
-    Stands,
     StartDecode,
     StartPrefill,
+    StateChanged,
     StreamEvent,
 )
 from router.dispatch import Dispatch
@@ -54,8 +54,8 @@ class Session(Protocol):
         ...
 
 
-class Stream(Protocol):
-    """Where a client's events go: Accepts, Stands, and one End for each output. Must not block."""
+class EventSink(Protocol):
+    """Where a request's events go: Accept and StateChanged, and one End for each output. Must not block."""
 
     request_id: str
 
@@ -86,19 +86,40 @@ class Control:
         self._observer = observer
         self._ticked_at = clock.now()
         self._sessions: dict[str, Session] = {}
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, EventSink] = {}
+        self._draining = False
+
+    @property
+    def serves(self) -> bool:
+        """Whether new requests are welcome here: what its health says."""
+        return not self._draining and any(not member.load.draining for member in self.membership)
+
+    def drain(self) -> None:
+        """Take nothing new from now on. What is in flight goes on."""
+        self._draining = True
+
+    @property
+    def stream_count(self) -> int:
+        """Requests whose stream has not had its last event."""
+        return len(self._streams)
+
+    def has_session(self, worker: str) -> bool:
+        return worker in self._sessions
 
     # The front's calls.
 
-    def submit(self, request: Request, stream: Stream, resumed: bool = False) -> None:
-        """Take a request over, a resumed one from whoever had it; its events go to `stream`. Raises as Dispatch."""
+    def submit(self, request: Request, stream: EventSink, resumed: bool = False) -> None:
+        """Take a request over, a resumed one from whoever had it; its events go to `stream`. Raises as Dispatch, and
+        Unavailable where this router drains."""
+        if self._draining:
+            raise Unavailable("this router is shutting down; ask another one")
         if resumed:
             self.cancel(request.request_id, Cancelled("the client resumed this request over another connection"))
         actions = self.dispatch.submit(request, self._clock.now())
         self._streams[request.request_id] = stream
         self._perform(actions)
 
-    def abandon(self, stream: Stream) -> None:
+    def abandon(self, stream: EventSink) -> None:
         """Nobody listens any more: end the request if it has not ended. Its id may be another request's by now."""
         if self._streams.get(stream.request_id) is stream:
             self.cancel(stream.request_id)
@@ -109,7 +130,7 @@ class Control:
         self._perform(actions)
         return bool(actions)
 
-    def finish(self, stream: Stream, output: int, finish: Finish) -> None:
+    def finish(self, stream: EventSink, output: int, finish: Finish) -> None:
         """End an output regularly: a stop string matched in what its stream brought. Its id may be another's by now."""
         if self._streams.get(stream.request_id) is stream:
             self._perform(self.dispatch.finish(stream.request_id, output, finish))
@@ -202,7 +223,7 @@ class Control:
                     ticket = convert.ticket_to_proto(action.owner, action.ticket)
                     start_prefill = pb.StartPrefill(sequence=_sequence(action), ticket=ticket)
                     self._send(action.worker, pb.RouterMessage(start_prefill=start_prefill))
-                case SenderLost():
+                case GiveUpSender():
                     lost = pb.SenderLost(
                         owner=convert.owner_to_proto(action.owner),
                         epoch=action.epoch,
@@ -213,10 +234,10 @@ class Control:
                 case PrefillLocally():
                     local = pb.PrefillLocally(owner=convert.owner_to_proto(action.owner))
                     self._send(action.worker, pb.RouterMessage(prefill_locally=local))
-                case Abort():
+                case AbortAttempt():
                     abort = pb.Abort(owner=convert.owner_to_proto(action.owner))
                     self._send(action.worker, pb.RouterMessage(abort=abort))
-                case Accept() | Stands():
+                case Accept() | StateChanged():
                     self._streams[action.request_id].put(action)
                 case End():
                     if self._streams[action.request_id].put(action):

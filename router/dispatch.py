@@ -24,6 +24,8 @@ Everything that an older attempt still says is fenced off by its owner.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from pdserve.config import RouterConfig
 from pdserve.errors import (
     AlreadyExists,
@@ -36,25 +38,25 @@ from pdserve.errors import (
     TransferError,
     Unavailable,
 )
-from pdserve.types import Finish, Owner, Role, SampledToken, Ticket
+from pdserve.types import Finish, Owner, SampledToken, Ticket
 from router.actions import (
-    Abort,
+    AbortAttempt,
     Accept,
     Action,
     End,
     Fallback,
+    GiveUpSender,
     PrefillLocally,
     Request,
     Retry,
-    SenderLost,
-    Stands,
     StartDecode,
     StartPrefill,
+    StateChanged,
 )
 from router.breaker import Breakers
-from router.in_flight import Attempt, InFlight, Phase, entries_of
+from router.in_flight import Attempt, AttemptPhase, InFlight, entries_of
 from router.membership import Membership
-from router.policies import Candidate, Policy, Wish
+from router.policies import Candidate, PlacementWish, Policy
 from router.suspicion import Refusals
 
 _FULL_PAUSE_S = 0.25  # before a worker that took no more is asked again
@@ -80,6 +82,14 @@ class Dispatch:
     def assigned(self, incarnation: str) -> int:
         """How many attempts hold something at a worker."""
         return sum(1 for entry in self._requests.values() if entry.attempt and incarnation in entry.attempt.workers())
+
+    def entry(self, request_id: str, output: int) -> InFlight | None:
+        """One output in flight, to look at."""
+        return self._requests.get((request_id, output))
+
+    def entries(self) -> Iterable[InFlight]:
+        """All outputs in flight, the oldest first, to look at."""
+        return self._requests.values()
 
     # Events.
 
@@ -108,15 +118,15 @@ class Dispatch:
         entry = self._current(owner)
         if entry is None or entry.attempt is None or worker != entry.attempt.decode:
             return []
-        if entry.phase not in (Phase.TICKET, Phase.PREFILL) or ticket.epoch <= entry.attempt.epoch:
+        if entry.phase not in (AttemptPhase.TICKET, AttemptPhase.PREFILL) or ticket.epoch <= entry.attempt.epoch:
             return []
-        if entry.suspicion.isolated:
-            return self._compute_alone(entry, worker)
-        first = entry.phase is Phase.TICKET
-        entry.phase = Phase.PREFILL
+        first = entry.phase is AttemptPhase.TICKET
+        entry.phase = AttemptPhase.PREFILL
         entry.deadline = None
         entry.attempt.epoch = ticket.epoch
-        entry.attempt.prefill = self._policy.choose_prefill(self._wish(entry), self._candidates(now))
+        placement = self._policy.place(self._wish(entry, worker), self._candidates(now))
+        assert placement is not None, "who decodes it is settled"
+        entry.attempt.prefill = placement.prefill
         if entry.attempt.prefill is None:
             return [PrefillLocally(worker, owner)]
         self._note_placed(entry.attempt.prefill, now)
@@ -144,10 +154,10 @@ class Dispatch:
         if first_position != len(entry.output_ids):
             gap = ProtocolError(f"{worker} sent output token {first_position} where {len(entry.output_ids)} is next")
             return self._fail_attempt(entry, gap, worker, now)
-        first_of_attempt = entry.phase is not Phase.DECODE
+        first_of_attempt = entry.phase is not AttemptPhase.DECODE
         if first_of_attempt and entry.attempt.shares:  # the prompt's last token, at least, was computed here
             self._note_prompt(entry, worker)
-        entry.phase = Phase.DECODE
+        entry.phase = AttemptPhase.DECODE
         entry.deadline = None
         entry.attempt.prefill = None
         entry.fruitless = 0
@@ -225,7 +235,7 @@ class Dispatch:
         for entry in list(self._requests.values()):
             if entry.deadline is None or now < entry.deadline:
                 continue
-            if entry.phase is Phase.PLACING:
+            if entry.phase is AttemptPhase.PLACING:
                 actions += self._end(entry, self._unplaced(now))
             elif entry.attempt is not None and entry.attempt.decode is not None:
                 silent = TransferError(f"{entry.attempt.decode} issued no ticket in time")
@@ -243,11 +253,11 @@ class Dispatch:
         return entry
 
     def _tell(self, entry: InFlight) -> list[Action]:
-        """Let the client know how an output stands, if it does not."""
-        if entry.standing == entry.told:
+        """Let the client know an output's resume state, if it does not."""
+        if entry.resume_state == entry.told:
             return []
-        entry.told = entry.standing
-        return [Stands(entry.request.request_id, entry.output, entry.told)]
+        entry.told = entry.resume_state
+        return [StateChanged(entry.request.request_id, entry.output, entry.told)]
 
     def _outputs(self, request_id: str) -> list[InFlight]:
         """What is in flight of a request."""
@@ -255,7 +265,7 @@ class Dispatch:
 
     def _place_waiting(self, now: float) -> list[Action]:
         """Place what waits for a worker or for its turn to recover, the oldest first."""
-        waiting = [entry for entry in self._requests.values() if entry.phase is Phase.PLACING]
+        waiting = [entry for entry in self._requests.values() if entry.phase is AttemptPhase.PLACING]
         if not waiting:
             if not self._is_full(now):
                 self._full_until.clear()
@@ -272,25 +282,25 @@ class Dispatch:
     def _place(self, entry: InFlight, now: float, candidates: list[Candidate] | None = None) -> list[Action]:
         """Start the next attempt, or let it wait for a worker or for its turn. `candidates`: as they are now, where
         somebody has looked already."""
-        entry.phase = Phase.PLACING
+        entry.phase = AttemptPhase.PLACING
         if entry.attempts and self._recoveries() >= self._config.max_recoveries:
             entry.deadline = None  # those before it have one
             return []
         wish, candidates = self._wish(entry), self._candidates(now) if candidates is None else candidates
-        if entry.suspicion.isolated:  # two suspects on one worker would be convicted together
+        if entry.alone:  # two suspects on one worker would be convicted together
             apart = [candidate for candidate in candidates if not candidate.isolating]
             if candidates and not apart:
                 entry.deadline = None  # whoever is there has one, or will be convicted or cleared
                 return []
             candidates = apart
-        share = self._shareable(entry, candidates)
-        decode = share[0] if share else self._policy.choose_decode(wish, candidates)
-        if decode is None:
+        placement = self._policy.place(wish, candidates)
+        if placement is None:
             entry.unplaced_since = now if entry.unplaced_since is None else entry.unplaced_since
             entry.deadline = entry.unplaced_since + self._config.placement_timeout_ms / 1000
             if entry.output_ids and self._is_full(now):  # what was taken once waits for as long as others progress
                 entry.deadline = None
             return []
+        decode = placement.decode
         entry.eos_token_ids = self._eos_token_ids(entry, decode)
         finish = entry.request.params.end_of(entry.output_ids, entry.eos_token_ids)
         if finish is not None:  # nothing is missing but the end
@@ -300,45 +310,39 @@ class Dispatch:
         entry.attempts += 1
         entry.fruitless += 1
         self._attempts += 1
-        request = entry.request
+        request, share = entry.request, self._output_at(entry, decode) if placement.shares else None
         owner = Owner(request.tenant, request.request_id, self._incarnation, self._attempts, entry.output)
-        entry.attempt = Attempt(owner, decode, shares=share is not None)
-        alone = self._computes_alone(entry, decode) or self._policy.choose_prefill(wish, candidates) is None
-        local = share is not None or alone
-        if local and share is None:
+        entry.attempt = Attempt(owner, decode, shares=placement.shares)
+        if placement.local and not placement.shares:
             self._note_prompt(entry, decode)
-        entry.phase = Phase.PREFILL if local else Phase.TICKET
-        entry.deadline = None if local else now + self._config.ticket_timeout_ms / 1000
-        shared = share[1] if share else None
-        return [StartDecode(decode, owner, entry.request, tuple(entry.output_ids), local, shared)]
+        entry.phase = AttemptPhase.PREFILL if placement.local else AttemptPhase.TICKET
+        entry.deadline = None if placement.local else now + self._config.ticket_timeout_ms / 1000
+        return [StartDecode(decode, owner, request, tuple(entry.output_ids), placement.local, share)]
 
-    def _shareable(self, entry: InFlight, candidates: list[Candidate]) -> tuple[str, Owner] | None:
-        """A decode worker where another output of this request is being served, and that one's owner."""
-        if entry.request.n == 1 or entry.suspicion.isolated:
-            return None
-        willing = {c.incarnation for c in candidates if not c.draining} - entry.avoid
-        for other in self._outputs(entry.request.request_id):
-            if other is not entry and other.attempt is not None and other.attempt.decode in willing:
-                return other.attempt.decode, other.attempt.owner
-        return None
+    def _others(self, entry: InFlight) -> list[Attempt]:
+        """The attempts of the request's other outputs."""
+        if entry.request.n == 1:
+            return []
+        others = self._outputs(entry.request.request_id)
+        return [other.attempt for other in others if other is not entry and other.attempt is not None]
+
+    def _output_at(self, entry: InFlight, decode: str) -> Owner | None:
+        """The first of the request's other outputs that is decoded there."""
+        return next((attempt.owner for attempt in self._others(entry) if attempt.decode == decode), None)
 
     def _recoveries(self) -> int:
         return sum(1 for entry in self._requests.values() if entry.recovering)
 
-    def _computes_alone(self, entry: InFlight, decode: str) -> bool:
-        """Whether the attempt shall do without a prefill worker even if there is one."""
-        member = self._membership.get(decode)
-        return entry.suspicion.isolated or (member is not None and member.info.role is Role.PREFILL)
-
-    def _compute_alone(self, entry: InFlight, decode: str) -> list[Action]:
-        """Let the decode worker do without any prefill worker from now on."""
-        assert entry.attempt is not None
-        entry.phase = Phase.PREFILL
-        entry.deadline = None
-        return [PrefillLocally(decode, entry.attempt.owner)]
-
-    def _wish(self, entry: InFlight) -> Wish:
-        return Wish(frozenset(entry.avoid), entry.prompt.fingerprint, entry.output_fingerprint)
+    def _wish(self, entry: InFlight, decode: str | None = None) -> PlacementWish:
+        """`decode`: who decodes it already, if somebody does."""
+        return PlacementWish(
+            avoid=frozenset(entry.avoid),
+            prompt_fingerprint=entry.prompt.fingerprint,
+            output_fingerprint=entry.output_fingerprint,
+            beside=tuple(attempt.decode for attempt in self._others(entry) if attempt.decode is not None),
+            alone=entry.alone,
+            decode=decode,
+        )
 
     def _candidates(self, now: float) -> list[Candidate]:
         requests: dict[str, int] = {}
@@ -349,7 +353,7 @@ class Dispatch:
                 requests[worker] = requests.get(worker, 0) + 1
                 tokens = len(entry.request.prompt_ids) + len(entry.output_ids)
                 prompt_tokens[worker] = prompt_tokens.get(worker, 0) + tokens
-                if entry.suspicion.isolated:
+                if entry.alone:
                     isolating.add(worker)
         return [
             Candidate(
@@ -422,11 +426,13 @@ class Dispatch:
             return self._convict(entry, now)
         if not error.retryable:
             return self._end(entry, error)
-        if entry.suspicion.isolated:
-            return self._compute_alone(entry, entry.attempt.decode)
+        if entry.alone:
+            entry.phase = AttemptPhase.PREFILL
+            entry.deadline = None
+            return [PrefillLocally(entry.attempt.decode, entry.attempt.owner)]
         entry.avoid.add(worker)
         entry.deadline = now + self._config.ticket_timeout_ms / 1000
-        return [SenderLost(entry.attempt.decode, entry.attempt.owner, entry.attempt.epoch, error)]
+        return [GiveUpSender(entry.attempt.decode, entry.attempt.owner, entry.attempt.epoch, error)]
 
     def _fail_attempt(self, entry: InFlight, error: PdserveError, worker: str, now: float) -> list[Action]:
         """Abort what is left of the current attempt and go on: another attempt, or the end."""
@@ -463,7 +469,7 @@ class Dispatch:
     def _abort_attempt(self, entry: InFlight) -> list[Action]:
         assert entry.attempt is not None
         owner = entry.attempt.owner
-        return [Abort(worker, owner) for worker in entry.attempt.workers()]
+        return [AbortAttempt(worker, owner) for worker in entry.attempt.workers()]
 
     def _end(self, entry: InFlight, outcome: Finish | PdserveError) -> list[Action]:
         """Forget the output, drop what workers hold for it, and say how it ended: once."""

@@ -1,16 +1,14 @@
-"""The gRPC front: pdserve.v1.Inference. Protos in, protos out; text and ids meet here.
+"""The gRPC front: pdserve.v1.Inference. Protos become requests and calls of the router, and events become protos.
 
-A Generate call: check and tokenise -> hand over to the router -> Started, then Deltas as tokens come, then Finished.
-The client going away, in whatever state, ends the request. Errors become a gRPC status with details (the wrong field,
-when to try again).
+What a request means, and what its stream says, is `generation.py`'s. The client going away, in whatever state, ends the
+request. Errors become a gRPC status with details (the wrong field, when to try again).
 """
 
 from __future__ import annotations
 
-import asyncio
 import uuid
-from collections.abc import AsyncIterator, Iterable
-from typing import Protocol
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
@@ -20,12 +18,27 @@ from grpc_status import rpc_status
 
 from pdserve import logs
 from pdserve.errors import Cancelled, InvalidArgument, NotFound, PdserveError, ResourceExhausted
+from pdserve.rpc import convert
 from pdserve.rpc import inference_pb2 as pb
 from pdserve.rpc.inference_pb2_grpc import InferenceServicer
-from pdserve.types import Finish, FinishReason, ModelLimits, SampledToken, Usage
-from router.actions import Accept, End, Request, Standing, Stands, StreamEvent
-from router.text import ChatMessage, Detokenizer, StopStrings, Tokenizer
-from router.validation import GenerateParams, ResolvedRequest, check_chat, check_prompt_text, resolve_request
+from pdserve.types import Finish, FinishReason, SampledToken
+from router.actions import ResumeState, StateChanged
+from router.generation import (
+    AttemptLoop,
+    ChatPrompt,
+    GenerationEvent,
+    GenerationFinished,
+    GenerationService,
+    GenerationStarted,
+    PromptInput,
+    ResumePoint,
+    TextDelta,
+    TextPrompt,
+    TokenPrompt,
+)
+from router.status import ModelStatus, RouterStatus, WorkerState, WorkerStatus
+from router.text import ChatMessage, Tokenizer
+from router.validation import GenerateParams
 
 _log = logs.logger("front")
 
@@ -35,106 +48,39 @@ _FINISH_REASONS = {
 }
 
 
-class Events(Protocol):
-    """What happens to one request: Accepts and Stands, then an End."""
-
-    request_id: str
-
-    def __aiter__(self) -> AsyncIterator[StreamEvent]: ...
-
-
-class RouterCalls(Protocol):
+class ServedRouter(AttemptLoop, Protocol):
     """What the front asks of the router."""
-
-    model: str
-
-    async def limits(self) -> ModelLimits: ...
-
-    def submit(self, request: Request, resumed: bool) -> Events: ...
-
-    def abandon(self, stream: Events) -> None: ...
-
-    def drain_worker(self, worker_id: str, cancel: bool) -> None: ...
 
     def cancel(self, request_id: str, error: PdserveError | None = None) -> bool: ...
 
-    def finish(self, stream: Events, output: int, finish: Finish) -> None: ...
+    def drain_worker(self, worker_id: str, cancel: bool) -> None: ...
 
-    def model_info(self, limits: ModelLimits) -> pb.ModelInfo: ...
+    async def model_status(self) -> ModelStatus: ...
 
-    def server_info(self) -> pb.ServerInfo: ...
-
-
-class Output:
-    """One output's text side: ids in, text out, up to a stop string."""
-
-    def __init__(
-        self, tokenizer: Tokenizer, stops: tuple[str, ...], min_tokens: int, with_logprobs: bool, index: int = 0
-    ) -> None:
-        """No stop string that begins within the first `min_tokens` tokens counts."""
-        self.index = index
-        self.end: End | None = None
-        self._detokenizer = Detokenizer(tokenizer)
-        self._stops = StopStrings(stops)
-        self._min_tokens = min_tokens
-        self._with_logprobs = with_logprobs
-        self.token_count = 0
-
-    @property
-    def stop(self) -> str | None:
-        """The stop string that matched."""
-        return self._stops.matched
-
-    def push(self, tokens: Iterable[SampledToken]) -> pb.Delta:
-        """The delta these tokens make. Tokens after the one that completed a stop string are dropped."""
-        delta = pb.Delta(output_index=self.index)
-        for token in tokens:
-            text, matched = self._detokenizer.push([token.token_id]), None
-            if self.token_count >= self._min_tokens:
-                text, matched = self._stops.push(text)
-            delta.text += text
-            delta.token_ids.append(token.token_id)
-            if self._with_logprobs and token.logprob is not None:
-                delta.logprobs.append(_logprobs(token))
-            self.token_count += 1
-            if matched is not None:
-                break
-        return delta
-
-    def replay(self, token_ids: Iterable[int]) -> None:
-        """Stand where another router's output stood after these ids; their text went out there."""
-        self.push(SampledToken(token_id) for token_id in token_ids)
-
-    def finish(self) -> str:
-        """The text that was held back and is final now."""
-        text, _ = self._stops.push(self._detokenizer.finish())
-        return text if self._stops.matched is not None else text + self._stops.finish()
+    def status(self) -> RouterStatus: ...
 
 
 class Frontend(InferenceServicer):
     """The servicer. Stateless but for the calls that are open."""
 
-    def __init__(self, router: RouterCalls, tokenizer: Tokenizer) -> None:
+    def __init__(self, router: ServedRouter, tokenizer: Tokenizer) -> None:
         self._router = router
-        self._tokenizer = tokenizer
+        self._generations = GenerationService(router, tokenizer)
 
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.GenerateResponse]:
         try:
-            resolved = await self._resolve(request)
-            resumed = request.HasField("resume")
-            events = self._router.submit(work_of(resolved, request), resumed)
+            generation = await self._generations.start(prompt(request), params(request), resume_point(request))
         except PdserveError as error:
             await _abort(context, error)
         try:
-            yield pb.GenerateResponse(started=_started(resolved))
-            async for response in self._stream(resolved, events):
-                yield response
+            async for event in generation:
+                yield response(event)
         except PdserveError as error:
             await _abort(context, error)
         finally:
-            self._router.abandon(events)
+            generation.close()
 
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
         if not self._router.cancel(request.request_id, Cancelled(f"request {request.request_id} was aborted")):
@@ -143,7 +89,7 @@ class Frontend(InferenceServicer):
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext) -> pb.ModelInfo:
         try:
-            return self._router.model_info(await self._router.limits())
+            return _model_info(await self._router.model_status())
         except PdserveError as error:
             await _abort(context, error)
             raise AssertionError("unreachable") from error
@@ -158,81 +104,33 @@ class Frontend(InferenceServicer):
         return pb.DrainWorkerResponse()
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext) -> pb.ServerInfo:
-        return self._router.server_info()
-
-    async def _resolve(self, request: pb.GenerateRequest) -> ResolvedRequest:
-        received_ids = [list(output.ids) for output in request.resume.outputs]
-        field, prompt_ids = await asyncio.to_thread(self._prompt_ids, request)  # a long prompt takes a while
-        params = _params(request.request_id or uuid.uuid4().hex, request.model, request.sampling)
-        limits = await self._router.limits()
-        return resolve_request(
-            params, prompt_ids, limits, self._router.model, prompt_field=field, received_ids=received_ids
-        )
-
-    def _prompt_ids(self, request: pb.GenerateRequest) -> tuple[str, list[int]]:
-        """The prompt as ids, and the field it came in."""
-        match request.WhichOneof("input"):
-            case "prompt":
-                check_prompt_text(request.prompt)
-                return "prompt", self._tokenizer.encode(request.prompt)
-            case "prompt_token_ids":
-                return "prompt_token_ids", list(request.prompt_token_ids.ids)
-            case "chat":
-                messages = [ChatMessage(message.role, message.content) for message in request.chat.messages]
-                check_chat(messages)
-                return "chat", self._tokenizer.apply_chat_template(messages)
-        raise InvalidArgument("prompt", "is missing: set prompt, prompt_token_ids or chat")
-
-    async def _stream(self, resolved: ResolvedRequest, events: Events) -> AsyncIterator[pb.GenerateResponse]:
-        outputs = self._outputs(resolved)
-        for output in outputs:
-            self._finish_at_stop(events, output)
-        async for event in events:
-            output = outputs[event.output]
-            if isinstance(event, Stands):
-                yield pb.GenerateResponse(standing=_standing(event))
-            elif isinstance(event, Accept) and output.stop is None:
-                yield pb.GenerateResponse(delta=output.push(event.tokens))
-                self._finish_at_stop(events, output)
-            elif isinstance(event, End):
-                if isinstance(event.outcome, PdserveError):
-                    raise event.outcome
-                output.end = event
-                if output.stop is None and (rest := output.finish()):
-                    yield pb.GenerateResponse(delta=pb.Delta(output_index=output.index, text=rest))
-        yield pb.GenerateResponse(finished=_finished(resolved, outputs))
-
-    def _outputs(self, resolved: ResolvedRequest) -> list[Output]:
-        """The outputs where the client has them."""
-        sampling, with_logprobs = resolved.sampling, resolved.sampling.logprobs is not None
-        outputs = [
-            Output(self._tokenizer, resolved.stop, sampling.min_tokens, with_logprobs, index)
-            for index in range(len(resolved.received_ids))
-        ]
-        for output, token_ids in zip(outputs, resolved.received_ids, strict=True):
-            output.replay(token_ids)
-        return outputs
-
-    def _finish_at_stop(self, events: Events, output: Output) -> None:
-        if output.stop is not None:
-            self._router.finish(events, output.index, Finish(FinishReason.STOP, stop=output.stop))
+        return _server_info(self._router.status())
 
 
-def work_of(resolved: ResolvedRequest, request: pb.GenerateRequest) -> Request:
-    """What the attempt loop is asked for."""
-    standings: tuple[Standing, ...] = ()
-    if request.HasField("resume"):
-        known = {message.output_index: message for message in request.resume.standings}
-        standings = tuple(_standing_of(known.get(index)) for index in range(len(resolved.received_ids)))
-    return Request(
-        resolved.request_id, resolved.prompt_ids, resolved.sampling, resolved.received_ids, standings=standings
-    )
+# Requests, from protos.
 
 
-def _standing_of(message: pb.Standing | None) -> Standing:
-    if message is None:
-        return Standing()
-    return Standing(
+def prompt(request: pb.GenerateRequest) -> PromptInput:
+    match request.WhichOneof("input"):
+        case "prompt":
+            return TextPrompt(request.prompt)
+        case "prompt_token_ids":
+            return TokenPrompt(request.prompt_token_ids.ids)
+        case "chat":
+            return ChatPrompt(tuple(ChatMessage(message.role, message.content) for message in request.chat.messages))
+    raise InvalidArgument("prompt", "is missing: set prompt, prompt_token_ids or chat")
+
+
+def resume_point(request: pb.GenerateRequest) -> ResumePoint | None:
+    """None: it is no resumed request."""
+    if not request.HasField("resume"):
+        return None
+    received_ids = tuple(tuple(output.ids) for output in request.resume.outputs)
+    return ResumePoint(received_ids, {state.output_index: _resume_state(state) for state in request.resume.states})
+
+
+def _resume_state(message: pb.ResumeState) -> ResumeState:
+    return ResumeState(
         message.prompt_fingerprint,
         message.output_fingerprint,
         not message.inexact,
@@ -241,25 +139,16 @@ def _standing_of(message: pb.Standing | None) -> Standing:
     )
 
 
-def _standing(event: Stands) -> pb.Standing:
-    standing = event.standing
-    return pb.Standing(
-        output_index=event.output,
-        prompt_fingerprint=standing.prompt_fingerprint,
-        output_fingerprint=standing.output_fingerprint,
-        inexact=not standing.exact,
-        crashes=standing.crashes,
-        crashed_at=standing.crashed_at,
-    )
+def params(request: pb.GenerateRequest) -> GenerateParams:
+    """A request without an id gets one."""
+    sampling = request.sampling
 
-
-def _params(request_id: str, model: str, sampling: pb.SamplingParams) -> GenerateParams:
-    def given(field: str) -> float | int | None:
+    def given(field: Any) -> Any:
         return getattr(sampling, field) if sampling.HasField(field) else None
 
     return GenerateParams(
-        request_id=request_id,
-        model=model,
+        request_id=request.request_id or uuid.uuid4().hex,
+        model=request.model,
         temperature=given("temperature"),
         top_p=given("top_p"),
         top_k=given("top_k"),
@@ -279,44 +168,111 @@ def _params(request_id: str, model: str, sampling: pb.SamplingParams) -> Generat
     )
 
 
-def _started(resolved: ResolvedRequest) -> pb.Started:
-    return pb.Started(
-        request_id=resolved.request_id,
-        model=resolved.model,
-        seed=resolved.sampling.seed,
-        prompt_token_ids=resolved.prompt_ids,
-    )
+# Events, to protos.
 
 
-def _finished(resolved: ResolvedRequest, outputs: list[Output]) -> pb.Finished:
-    usage = Usage(len(resolved.prompt_ids), sum(output.token_count for output in outputs))
-    ends = [output.end for output in outputs if output.end is not None]
-    return pb.Finished(
-        outputs=[_output_end(output) for output in outputs],
-        usage=pb.Usage(
-            prompt_tokens=usage.prompt_tokens,
-            completion_tokens=usage.completion_tokens,
-            cached_tokens=usage.cached_tokens,
-        ),
-        exact=all(end.exact for end in ends),
-        attempts=max(end.attempts for end in ends),
-    )
+def response(event: GenerationEvent) -> pb.GenerateResponse:
+    match event:
+        case GenerationStarted():
+            return pb.GenerateResponse(
+                started=pb.Started(
+                    request_id=event.request_id,
+                    model=event.model,
+                    seed=event.seed,
+                    prompt_token_ids=event.prompt_ids,
+                )
+            )
+        case TextDelta():
+            return pb.GenerateResponse(delta=_delta(event))
+        case StateChanged():
+            return pb.GenerateResponse(resume_state=_resume_state_to_proto(event))
+        case GenerationFinished():
+            return pb.GenerateResponse(finished=_finished(event))
 
 
-def _output_end(output: Output) -> pb.OutputEnd:
-    assert output.end is not None
-    finish = output.end.outcome
-    assert isinstance(finish, Finish)
-    if output.stop is not None:  # also where the worker's own end and the text's came together
-        finish = Finish(FinishReason.STOP, stop=output.stop)
-    return pb.OutputEnd(
-        finish_reason=_FINISH_REASONS[finish.reason], stop=finish.stop, stop_token_id=finish.stop_token_id
+def _delta(event: TextDelta) -> pb.Delta:
+    return pb.Delta(
+        output_index=event.output,
+        token_ids=[token.token_id for token in event.tokens],
+        text=event.text,
+        logprobs=[_logprobs(token) for token in event.tokens if token.logprob is not None],
     )
 
 
 def _logprobs(token: SampledToken) -> pb.TokenLogprobs:
     top = [pb.TopLogprob(token_id=i, logprob=p) for i, p in token.top_logprobs]
     return pb.TokenLogprobs(logprob=token.logprob, top=top)
+
+
+def _resume_state_to_proto(event: StateChanged) -> pb.ResumeState:
+    state = event.state
+    return pb.ResumeState(
+        output_index=event.output,
+        prompt_fingerprint=state.prompt_fingerprint,
+        output_fingerprint=state.output_fingerprint,
+        inexact=not state.exact,
+        crashes=state.crashes,
+        crashed_at=state.crashed_at,
+    )
+
+
+def _finished(event: GenerationFinished) -> pb.Finished:
+    return pb.Finished(
+        outputs=[_output_end(finish) for finish in event.finishes],
+        usage=pb.Usage(
+            prompt_tokens=event.usage.prompt_tokens,
+            completion_tokens=event.usage.completion_tokens,
+            cached_tokens=event.usage.cached_tokens,
+        ),
+        exact=event.exact,
+        attempts=event.attempts,
+    )
+
+
+def _output_end(finish: Finish) -> pb.OutputEnd:
+    return pb.OutputEnd(
+        finish_reason=_FINISH_REASONS[finish.reason], stop=finish.stop, stop_token_id=finish.stop_token_id
+    )
+
+
+def _model_info(status: ModelStatus) -> pb.ModelInfo:
+    return pb.ModelInfo(
+        model=status.model,
+        vocab_size=status.vocab_size,
+        max_model_len=status.max_model_len,
+        eos_token_ids=status.eos_token_ids,
+    )
+
+
+def _server_info(status: RouterStatus) -> pb.ServerInfo:
+    return pb.ServerInfo(
+        version=status.version,
+        model=status.model,
+        grpc_address=status.grpc_address,
+        session_address=status.session_address,
+        running_requests=status.running_requests,
+        pid=status.pid,
+        workers=[_worker_status(worker) for worker in status.workers],
+    )
+
+
+def _worker_status(worker: WorkerStatus) -> pb.WorkerStatus:
+    lost = worker.state is WorkerState.LOST
+    return pb.WorkerStatus(
+        worker_id=worker.worker_id,
+        incarnation=worker.incarnation,
+        role=worker.role.value,
+        pid=worker.pid,
+        host=worker.host,
+        state=worker.state.value,
+        queue=worker.queue,
+        requests=worker.requests,
+        blocks=None if lost else convert.blocks_to_proto(worker.blocks),
+        fingerprint=worker.fingerprint,
+    )
+
+
+# Errors, to gRPC's.
 
 
 async def _abort(context: grpc.aio.ServicerContext, error: PdserveError) -> None:

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from pdserve.types import Owner
-from router.actions import Request, Standing
+from router.actions import Request, ResumeState
 from router.suspicion import Suspicion
 
 
-class Phase(Enum):
+class AttemptPhase(Enum):
     PLACING = "placing"
     TICKET = "ticket"
     PREFILL = "prefill"
@@ -45,7 +45,7 @@ class InFlight:
     request: Request
     output: int
     prompt: _Prompt
-    phase: Phase = Phase.PLACING
+    phase: AttemptPhase = AttemptPhase.PLACING
     deadline: float | None = None
     attempt: Attempt | None = None
     attempts: int = 0
@@ -57,11 +57,11 @@ class InFlight:
     eos_token_ids: tuple[int, ...] = ()
     output_fingerprint: str | None = None
     exact: bool = True
-    told: Standing = field(default_factory=Standing)  # what the client knows of it
+    told: ResumeState = field(default_factory=ResumeState)  # what the client knows of it
 
     @property
-    def standing(self) -> Standing:
-        return Standing(
+    def resume_state(self) -> ResumeState:
+        return ResumeState(
             self.prompt.fingerprint or "",
             self.output_fingerprint or "",
             self.exact,
@@ -70,9 +70,14 @@ class InFlight:
         )
 
     @property
+    def alone(self) -> bool:
+        """It may crash who computes it: one worker shall do everything, with no other such request beside it."""
+        return self.suspicion.isolated
+
+    @property
     def recovering(self) -> bool:
         """A later attempt is being made and has brought no token yet."""
-        return self.attempts > 1 and self.phase in (Phase.TICKET, Phase.PREFILL)
+        return self.attempts > 1 and self.phase in (AttemptPhase.TICKET, AttemptPhase.PREFILL)
 
     # The first worker to compute a range decides its fingerprint; another one's makes the stream inexact.
 
@@ -92,15 +97,15 @@ class InFlight:
 
 def entries_of(request: Request) -> list[InFlight]:
     """The outputs of a request, as they stand."""
-    standings = request.standings or (Standing(),) * request.n
-    known = next((standing.prompt_fingerprint for standing in standings if standing.prompt_fingerprint), None)
+    states = request.resume_states or (ResumeState(),) * request.n
+    known = next((state.prompt_fingerprint for state in states if state.prompt_fingerprint), None)
     prompt = _Prompt(known)
     entries: list[InFlight] = []
-    for output, (ids, standing) in enumerate(zip(request.received_ids, standings, strict=True)):
-        suspicion = Suspicion(standing.crashes, standing.crashed_at)
+    for output, (ids, state) in enumerate(zip(request.received_ids, states, strict=True)):
+        suspicion = Suspicion(state.crashes, state.crashed_at)
         suspicion.progressed(len(ids))
-        entry = InFlight(request, output, prompt, output_ids=list(ids), suspicion=suspicion, exact=standing.exact)
-        entry.output_fingerprint = standing.output_fingerprint or None
-        entry.told = entry.standing
+        entry = InFlight(request, output, prompt, output_ids=list(ids), suspicion=suspicion, exact=state.exact)
+        entry.output_fingerprint = state.output_fingerprint or None
+        entry.told = entry.resume_state
         entries.append(entry)
     return entries

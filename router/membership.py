@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from pdserve.types import Load, Role, WorkerInfo
+from pdserve.types import Load, WorkerInfo
 
 _LOST_REMEMBERED = 64
 
@@ -42,9 +42,6 @@ class Membership:
 
     def get(self, incarnation: str) -> Member | None:
         return self._members.get(incarnation)
-
-    def with_role(self, role: Role) -> list[Member]:
-        return [member for member in self if member.info.role is role]
 
     def known(self, incarnation: str) -> WorkerInfo | None:
         """A member, or a worker that was one and has not come back."""

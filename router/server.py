@@ -22,13 +22,14 @@ from pdserve import logs
 from pdserve.clock import Clock, SystemClock
 from pdserve.config import RouterConfig
 from pdserve.errors import ConfigError, NotFound, PdserveError, Unavailable
-from pdserve.rpc import cluster_pb2_grpc, convert, inference_pb2, inference_pb2_grpc
-from pdserve.types import Finish, ModelLimits, Role
+from pdserve.rpc import cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
+from pdserve.types import Finish, ModelLimits
 from router.actions import End, Request, StreamEvent
 from router.control import TICK_S, Control
 from router.frontend import Frontend
 from router.session import SessionTerms
 from router.sessions import Sessions
+from router.status import ModelStatus, RouterStatus, worker_statuses
 from router.text import Tokenizer
 
 _log = logs.logger("router")
@@ -47,10 +48,11 @@ _SERVER_OPTIONS = (
 
 
 class RequestStream:
-    """What has happened to one request's outputs, for the handler that serves its client. Bounded by max_tokens."""
+    """What has happened to one request's outputs, for who serves its client. Bounded by max_tokens."""
 
-    def __init__(self, request_id: str, n: int) -> None:
+    def __init__(self, control: Control, request_id: str, n: int) -> None:
         self.request_id = request_id
+        self._control = control
         self._left = n
         self._events: asyncio.Queue[StreamEvent] = asyncio.Queue()
 
@@ -64,6 +66,14 @@ class RequestStream:
         """All events in order, until each output has had its End."""
         while self._left or not self._events.empty():
             yield await self._events.get()
+
+    def finish(self, output: int, finish: Finish) -> None:
+        """End an output regularly: a stop string matched in its text."""
+        self._control.finish(self, output, finish)
+
+    def abandon(self) -> None:
+        """Nobody listens any more: end the request if it has not ended."""
+        self._control.abandon(self)
 
 
 class Router:
@@ -87,7 +97,6 @@ class Router:
         self._first_join = asyncio.Event()
         self._joined = asyncio.Event()
         self._all_ended = asyncio.Event()
-        self._draining = False
         self._health = health_aio.HealthServicer()
         self._servers: list[grpc.aio.Server] = []
         self._ticker: asyncio.Task[None] | None = None
@@ -99,9 +108,7 @@ class Router:
         front = grpc.aio.server(options=_SERVER_OPTIONS)
         inference_pb2_grpc.add_InferenceServicer_to_server(Frontend(self, self._tokenizer), front)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, front)
-        reflection.enable_server_reflection(
-            (_SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name), front
-        )
+        reflection.enable_server_reflection((_SERVICE, _HEALTH_SERVICE), front)
         self.grpc_address = await self._listen(front, self._config.grpc_port)
         back = grpc.aio.server(options=_SERVER_OPTIONS)
         terms = SessionTerms(
@@ -116,7 +123,7 @@ class Router:
     async def drain(self, timeout_s: float) -> None:
         """Say NOT_SERVING, take nothing new, and wait until every stream has ended or the time is over."""
         _log.info("router drains", running=len(self._dispatch))
-        self._draining = True
+        self._control.drain()
         await self._update_health()
         self._all_ended.clear()
         if len(self._dispatch):
@@ -148,8 +155,8 @@ class Router:
                 _log.exception("a tick failed")
 
     async def _update_health(self) -> None:
-        serving = not self._draining and any(not member.load.draining for member in self._membership)
-        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        answers = health_pb2.HealthCheckResponse
+        status = answers.SERVING if self._control.serves else answers.NOT_SERVING
         for service in ("", _SERVICE):
             await self._health.set(service, status)
 
@@ -165,24 +172,14 @@ class Router:
         return self._limits
 
     def submit(self, request: Request, resumed: bool = False) -> RequestStream:
-        """Take a request over; a resumed one from whoever had it. Raises AlreadyExists or ResourceExhausted."""
-        if self._draining:
-            raise Unavailable("this router is shutting down; ask another one")
-        stream = RequestStream(request.request_id, request.n)
+        """Take a request over; a resumed one from whoever had it. Raises as Control."""
+        stream = RequestStream(self._control, request.request_id, request.n)
         self._control.submit(request, stream, resumed)
         return stream
-
-    def abandon(self, stream: RequestStream) -> None:
-        """Nobody listens any more: end the request if it has not ended. Its id may be another request's by now."""
-        self._control.abandon(stream)
 
     def cancel(self, request_id: str, error: PdserveError | None = None) -> bool:
         """End a request with an error; False if it is not in flight."""
         return self._control.cancel(request_id, error)
-
-    def finish(self, stream: RequestStream, output: int, finish: Finish) -> None:
-        """End an output regularly: a stop string matched in its text."""
-        self._control.finish(stream, output, finish)
 
     async def wait_members(self, worker_ids: frozenset[str]) -> None:
         """Return once all these workers are members. The caller sets the deadline."""
@@ -198,48 +195,20 @@ class Router:
             raise NotFound(f"worker_id: no worker {worker_id!r} is alive; there are: {known}")
         self._control.drain_worker(member.info.incarnation, cancel)
 
-    def model_info(self, limits: ModelLimits) -> inference_pb2.ModelInfo:
-        return inference_pb2.ModelInfo(
-            model=self.model,
-            vocab_size=limits.vocab_size,
-            max_model_len=limits.max_model_len,
-            eos_token_ids=self._eos_token_ids,
-        )
+    async def model_status(self) -> ModelStatus:
+        """Waits for the first worker; raises Unavailable if none comes."""
+        limits = await self.limits()
+        return ModelStatus(self.model, limits.vocab_size, limits.max_model_len, self._eos_token_ids)
 
-    def server_info(self) -> inference_pb2.ServerInfo:
-        workers = [
-            inference_pb2.WorkerStatus(
-                worker_id=member.info.worker_id,
-                incarnation=member.info.incarnation,
-                role=member.info.role.value,
-                pid=member.info.pid,
-                host=member.info.host,
-                state="draining" if member.load.draining else "ready",
-                queue=member.load.queued,
-                requests=self._dispatch.assigned(member.info.incarnation),
-                blocks=convert.blocks_to_proto(member.load.blocks),
-                fingerprint=member.info.fingerprint,
-            )
-            for member in self._membership
-        ]
-        workers += [
-            inference_pb2.WorkerStatus(
-                worker_id=info.worker_id,
-                incarnation=info.incarnation,
-                role=info.role.value,
-                host=info.host,
-                state="lost",
-            )
-            for info in self._membership.lost
-        ]
-        return inference_pb2.ServerInfo(
+    def status(self) -> RouterStatus:
+        return RouterStatus(
             version=importlib.metadata.version("pdserve"),
             model=self.model,
             grpc_address=self.grpc_address,
             session_address=self.session_address,
             running_requests=len(self._dispatch),
             pid=os.getpid(),
-            workers=sorted(workers, key=lambda worker: (worker.role != Role.PREFILL.value, worker.worker_id)),
+            workers=worker_statuses(self._membership, self._dispatch),
         )
 
     # What the control tells.

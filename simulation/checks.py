@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from kvtransfer.incoming import IncomingTransfer
 from kvtransfer.outgoing import OutgoingTransfer
-from router.in_flight import Phase
+from router.in_flight import AttemptPhase
 from simulation.executor import CheckedKV
 from simulation.oracle import Violation
 from simulation.router import SimulatedRouter
@@ -43,16 +43,18 @@ def check_worker(worker: SimulatedWorker, max_unsent: int) -> None:
 def check_router(router: SimulatedRouter) -> None:
     """Each request in flight has its stream and somebody or some time to wait for; there are not more than allowed."""
     dispatch = router.control.dispatch
-    streams = len(router.control._streams)
-    requests = len({entry.request.request_id for entry in dispatch._requests.values()})
+    streams = router.control.stream_count
+    requests = len({entry.request.request_id for entry in dispatch.entries()})
     if streams != requests:
         raise Violation(f"{router.process.name}: {requests} requests have {streams} streams")
     for stream in router.calls:
         if stream.waiting_count > stream.most_events:
             raise Violation(f"{router.process.name}: {stream.waiting_count} events wait for {stream.request_id}")
-    for entry in dispatch._requests.values():  # the timer looks after those that wait for a place
-        waits = entry.phase is Phase.PLACING or (
-            entry.attempt is not None and entry.attempt.decode in router.control._sessions
+    for entry in dispatch.entries():  # the timer looks after those that wait for a place
+        waits = entry.phase is AttemptPhase.PLACING or (
+            entry.attempt is not None
+            and entry.attempt.decode is not None
+            and router.control.has_session(entry.attempt.decode)
         )
         if not waits:
             raise Violation(f"{router.process.name}: {entry.request.request_id} waits for nobody")

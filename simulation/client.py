@@ -1,6 +1,7 @@
-"""Clients: each makes one request, may change its mind, and goes to another router when it loses its own.
+"""Clients: each makes one request, may leave and come back, reads at its pace, and checks what it got.
 
-The client library's own fold and resumption say what a stream has brought and what the next router is told.
+The client library's own machine says what a stream does next: which router it opens or asks, how long it waits, what it
+delivers and how it ends. What is of this module is how that is carried out, and what the client wants.
 """
 
 from __future__ import annotations
@@ -8,10 +9,20 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
-from pdserve.client.resume import MAX_LOSSES, ConnectionLost, may_resume, resumption
-from pdserve.client.stream import OutputResult, Result, StreamFold, TokenLogprob
+from pdserve.client.resume import (
+    AskRouter,
+    ConnectionLost,
+    Deliver,
+    Done,
+    Fail,
+    OpenCall,
+    ResumeMachine,
+    Routers,
+    StreamAction,
+    Wait,
+)
+from pdserve.client.stream import Delta, OutputResult, Result, TokenLogprob
 from pdserve.errors import (
     AlreadyExists,
     Cancelled,
@@ -31,7 +42,6 @@ from simulation.text import answer
 from simulation.timeline import Process
 
 _RETRY_S = 0.1
-_LOOK_S = 20.0  # how long a router is looked for that serves
 _KEEPALIVE_S = 2.0  # after which a client notices that its router is gone without a word
 # How a request may end badly: everything else would be a bug of ours or blame the client for what it did not do.
 _ALLOWED_ERRORS = (ResourceExhausted, Unavailable)
@@ -75,97 +85,129 @@ class Job:
         self.stops = stops
         self.outcome: Result | PdserveError | None = None
         self.calls = 0
-        self.losses = 0
         self.provenance: dict[tuple[int, int], Provenance | None] = {}
-        self._fold = StreamFold(0.0)
         self._client = client
         self._fabric = fabric
-        self._rng = rng
-        self._routers = routers
+        self._hosts = routers
+        self._routers = Routers(len(routers), rng.randrange(len(routers)))
+        self._machine = self._begin()
+        self._delivered: list[Delta] = []
         self._call: _Call | None = None
 
     def start(self) -> None:
-        """Call a router, or wait for one."""
-        alive = [router for router in self._routers.values() if router.process.alive]
-        if self.outcome is None and alive:
-            self._open(self._rng.choice(alive), pb.GenerateRequest(request_id=self.plan.request_id))
-        elif self.outcome is None:
+        """Call a router. While none is there, the client waits."""
+        if self.outcome is not None:
+            return
+        if not any(router.process.alive for router in self._hosts.values()):
             self._client.after(_RETRY_S, "client retries", self.start)
+            return
+        self._machine = self._begin()
+        self._delivered = []
+        self.provenance.clear()
+        self._do(self._machine, self._machine.start())
 
     def leave(self) -> None:
-        """The client goes away, or its deadline has passed: the call is abandoned, whatever its state."""
+        """The client goes away, whatever the state of its call."""
         if self.outcome is not None:
             return
         if self._call is not None:
             self._call.abandon()
             self._call = None
+        self._machine.cancel()
         if self.plan.returns_after_s is None:
-            self._end(Cancelled("the client went away"))
+            self._do(self._machine, self._machine.on_cancelled())
         else:
-            self._fold = StreamFold(0.0)  # it begins anew
-            self.provenance.clear()
+            self._machine = self._begin()
             self._client.after(self.plan.returns_after_s, "client returns", self.start)
 
+    # What a call brings.
+
     def on_response(self, call: _Call, response: pb.GenerateResponse) -> None:
-        if call is not self._call or self.outcome is not None:
-            return
-        self._fold.accept(response, self._client.timeline.now())
-        if self._fold.result is not None:
-            self._keep_provenance()
-            self._check(self._fold.result)
-            self._end(self._fold.result)
+        if call is self._call:
+            self._do(self._machine, self._machine.on_message(response, self._now()))
+
+    def on_end(self, call: _Call) -> None:
+        if call is self._call:
+            self._keep_provenance(call)
+            self._call = None
+            self._do(self._machine, self._machine.on_end())
 
     def on_error(self, call: _Call, error: PdserveError) -> None:
-        """The call has failed: ask elsewhere, as the library does, or give up."""
-        if call is not self._call or self.outcome is not None:
-            return
-        self._call = None
-        if isinstance(error, AlreadyExists) and self.calls > 1:  # the router has not noticed the end of a call
-            self._client.after(_RETRY_S, "client retries", self.start)
-            return
-        self.losses += 1
-        if may_resume(error, len(self._routers) > 1) and self.losses <= MAX_LOSSES:
+        if call is self._call:
             self._keep_provenance(call)
-            until_s = self._client.timeline.now() + _LOOK_S
-            look = partial(self._look, error, until_s, self._fold)
-            self._client.after(self._rng.uniform(0.0, _RETRY_S), "client goes on", look)
-            return
-        if not isinstance(error, _ALLOWED_ERRORS) and not _convicted(error):
-            raise Violation(f"{self.plan.request_id} ended with {error!r}")
-        self._end(error)
+            self._call = None
+            self._do(self._machine, self._machine.on_failure(error, self._now()))
 
-    def _look(self, error: PdserveError, until_s: float, fold: StreamFold) -> None:
-        """Find a router that serves and go on there."""
-        if self.outcome is not None or fold is not self._fold:
-            return
-        serving = [router for router in self._routers.values() if router.serves]
-        if serving:
-            if self._fold.started is not None:
-                self._fold.resume()
-            request = resumption(pb.GenerateRequest(request_id=self.plan.request_id), self._fold)
-            self._open(self._rng.choice(serving), request)
-        elif self._client.timeline.now() < until_s:
-            self._client.after(_RETRY_S, "client retries", partial(self._look, error, until_s, fold))
-        else:
-            self._end(error)
+    # What the machine says.
 
-    def _open(self, router: SimulatedRouter, request: pb.GenerateRequest) -> None:
+    def _begin(self) -> ResumeMachine:
+        request = pb.GenerateRequest(request_id=self.plan.request_id)
+        return ResumeMachine(request, self._routers, self._now(), None)
+
+    def _now(self) -> float:
+        return self._client.timeline.now()
+
+    def _do(self, machine: ResumeMachine, action: StreamAction) -> None:
+        """Do what is next, unless the client has begun anew meanwhile, or is done. Nothing is to be done to receive."""
+        if machine is not self._machine or self.outcome is not None:
+            return
+        match action:
+            case OpenCall():
+                self._open(action)
+                self._do(machine, machine.on_opened())
+            case AskRouter():
+                self._ask(machine, action)
+            case Wait(seconds):
+                self._client.after(seconds, "timer", lambda: self._do(machine, machine.on_time(self._now())))
+            case Deliver(delta):
+                self._delivered.append(delta)
+            case Done():
+                assert machine.result is not None
+                self._check(machine.result)
+                self._end(machine.result)
+            case Fail(error):
+                self._fail(error)
+
+    def _router(self, index: int) -> SimulatedRouter:
+        """Whatever runs at that address now."""
+        return list(self._hosts.values())[index]
+
+    def _open(self, action: OpenCall) -> None:
         self.calls += 1
-        self._call = _Call(self, router, request, self._client, self._fabric)
+        self._call = _Call(self, self._router(action.router), action.request, self._client, self._fabric)
         if self.plan.leaves_after_s is not None and self.calls == 1:
             self._client.after(self.plan.leaves_after_s, "client leaves", self.leave)
 
-    def _keep_provenance(self, call: _Call | None = None) -> None:
+    def _ask(self, machine: ResumeMachine, ask: AskRouter) -> None:
+        """As the health check: a dead router's host refuses at once, one that is frozen or cut off says nothing."""
+        router = self._router(ask.router)
+        cut_off = self._fabric.parted_until(self._client.host, router.process.host) > self._now()
+        silent = router.process.frozen or cut_off
+        wait_s = ask.timeout_s if silent else self._fabric.delay(self._client.host, router.process.host)
+
+        def answered() -> None:
+            self._do(machine, machine.on_health(router.serves and not silent, self._now()))
+
+        self._client.after(wait_s, "timer", answered)
+
+    def _fail(self, error: PdserveError) -> None:
+        if isinstance(error, AlreadyExists) and self.calls > 1:  # it came back before the router saw it leave
+            self._client.after(_RETRY_S, "client retries", self.start)
+            return
+        left = isinstance(error, Cancelled) and self._machine.ended
+        if not isinstance(error, _ALLOWED_ERRORS) and not left and not _convicted(error):
+            raise Violation(f"{self.plan.request_id} ended with {error!r}")
+        self._end(error)
+
+    def _keep_provenance(self, call: _Call) -> None:
         """Of the tokens that have come."""
-        call = call or self._call
-        if call is not None and call.stream is not None:
+        if call.stream is not None:
             self.provenance.update(call.stream.provenance)
 
     def _end(self, outcome: Result | PdserveError) -> None:
         if self.outcome is not None:
             raise Violation(f"{self.plan.request_id} ended twice: {self.outcome} and {outcome}")
         self.outcome = outcome
-        self._call = None
 
     def _check(self, result: Result) -> None:
         name = self.plan.request_id
@@ -186,8 +228,17 @@ class Job:
             )
             if output != expected:
                 raise Violation(f"{name}[{script.output}] got {output}, right is {expected}")
+            self._check_delivered(script.output, output)
             if result.exact:
                 self._check_exact(script.output, right.token_count)
+
+    def _check_delivered(self, index: int, output: OutputResult) -> None:
+        """That the caller was given each token and each piece of text once."""
+        deltas = [delta for delta in self._delivered if delta.output_index == index]
+        token_ids = tuple(token_id for delta in deltas for token_id in delta.token_ids)
+        text = "".join(delta.text for delta in deltas)
+        if (text, token_ids) != (output.text, output.token_ids):
+            raise Violation(f"{self.plan.request_id}[{index}] was given {text!r}, and its result says {output.text!r}")
 
     def _check_exact(self, output: int, count: int) -> None:
         """That one kind of worker has computed the prompt for every token, and one kind the output."""
@@ -219,11 +270,14 @@ class _Call:
         self.stream: SimulatedStream | None = None
         self._wire = Wire(fabric, client, router.process, self._closed)
         self._wire.send(client, "generate", self._generate, request.request_id)
-        self._watch()
+        client.after(0.0, "timer", self._watch)
 
     def on_response(self, response: pb.GenerateResponse) -> None:
         self._job.on_response(self, response)
-        self._over |= self._job.outcome is not None
+
+    def on_end(self) -> None:
+        self._over = True
+        self._job.on_end(self)
 
     def on_error(self, error: PdserveError) -> None:
         self._over = True

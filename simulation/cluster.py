@@ -292,7 +292,7 @@ class Cluster:
             self._broken -= 1
             return
         if not process.frozen:
-            router.leaving = True
+            router.control.drain()
             if not router.calls or self._timeline.now() > deadline:
                 router.kill(Death.CLEAN)
                 self._timeline.after(fault.duration_s, "fault ends", partial(self._recover, fault, process))

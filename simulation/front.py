@@ -1,19 +1,19 @@
-"""A call at a simulated router: the front's own stream code, driven by hand, without gRPC and without a loop.
+"""A call at a simulated router: the router's own generation, driven without gRPC and without a loop.
 
-events of the attempt loop -> SimulatedStream (checked) -> Frontend._stream -> responses, at the client's pace
+events of the attempt loop -> SimulatedStream (checked) -> Generation -> responses, at the client's pace
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Generator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from pdserve.errors import PdserveError
 from pdserve.rpc import inference_pb2 as pb
-from router.actions import Accept, End
-from router.frontend import Frontend, _started
-from router.validation import ResolvedRequest
+from router.actions import Accept, End, StreamEvent
+from router.frontend import response
+from router.generation import Generation, GenerationEvent
 from simulation.network import Wire
 from simulation.oracle import Provenance, Script, Violation
 from simulation.timeline import Process
@@ -26,14 +26,9 @@ class Caller(Protocol):
 
     def on_response(self, response: pb.GenerateResponse) -> None: ...
 
+    def on_end(self) -> None: ...
+
     def on_error(self, error: PdserveError) -> None: ...
-
-
-class _Waiting:
-    """What the front's code awaits where nothing has happened yet."""
-
-    def __await__(self) -> Generator[None, None, None]:
-        yield
 
 
 class SimulatedStream:
@@ -49,7 +44,7 @@ class SimulatedStream:
         self._accepted = list(received)
         self._router = router
         self._ended: set[int] = set()
-        self._events: deque[Any] = deque()
+        self._events: deque[StreamEvent] = deque()
 
     @property
     def most_events(self) -> int:
@@ -60,8 +55,8 @@ class SimulatedStream:
     def waiting_count(self) -> int:
         return len(self._events)
 
-    def put(self, event: Any) -> bool:
-        if getattr(event, "output", None) in self._ended:
+    def put(self, event: StreamEvent) -> bool:
+        if event.output in self._ended:
             raise Violation(f"{self.request_id} went on at {self._router.name} after its end: {event}")
         if isinstance(event, Accept):
             self._check(event)
@@ -72,11 +67,9 @@ class SimulatedStream:
         self.on_event()
         return self.left == 0
 
-    async def __aiter__(self) -> AsyncIterator[Any]:
-        while self.left or self._events:
-            while not self._events:
-                await _Waiting()
-            yield self._events.popleft()
+    def take(self) -> StreamEvent:
+        """The next event."""
+        return self._events.popleft()
 
     def _check(self, event: Accept) -> None:
         script, first = self._scripts[event.output], self._accepted[event.output]
@@ -94,8 +87,7 @@ class FrontCall:
 
     def __init__(
         self,
-        frontend: Frontend,
-        resolved: ResolvedRequest,
+        generation: Generation,
         stream: SimulatedStream,
         wire: Wire,
         router: Process,
@@ -104,6 +96,7 @@ class FrontCall:
         on_over: Callable[[], None],
     ) -> None:
         self.stream = stream
+        self._generation = generation
         self._wire = wire
         self._router = router
         self._caller = caller
@@ -111,9 +104,8 @@ class FrontCall:
         self._on_over = on_over
         self._planned = False
         self._over = False
-        self._send(pb.GenerateResponse(started=_started(resolved)))
-        self._responses = frontend._stream(resolved, stream)
-        self._next: Any = None
+        self._unsent: deque[GenerationEvent] = deque()
+        self._send(generation.start())
         stream.on_event = self._plan
         self._plan()
 
@@ -123,24 +115,28 @@ class FrontCall:
             self._router.after(delay_s, "front", self._go_on)
 
     def _go_on(self) -> None:
-        """Let the front's code run until it waits, or until the client has to read."""
+        """Pass on what has happened, until that is all, or until the client has to read."""
         self._planned = False
         while not self._over:
-            self._next = self._next or self._responses.__anext__()
-            try:
-                self._next.send(None)
-                return  # it waits for an event
-            except StopIteration as response:
-                self._next = None
-                self._send(response.value)
-            except StopAsyncIteration:
-                self.end()
-            except PdserveError as error:
-                self._wire.send(self._router, "error", lambda error=error: self._caller.on_error(error), error)
-                self.end()
-            if self._pace_s:
-                self._plan(self._pace_s)
+            if self._unsent:
+                self._send(self._unsent.popleft())
+                if self._pace_s:
+                    self._plan(self._pace_s)
+                    return
+            elif self.stream.waiting_count:
+                self._take(self.stream.take())
+            else:
+                if not self.stream.left:
+                    self._wire.send(self._router, "call ends", self._caller.on_end)
+                    self.end()
                 return
+
+    def _take(self, event: StreamEvent) -> None:
+        try:
+            self._unsent.extend(self._generation.take(event))
+        except PdserveError as error:
+            self._wire.send(self._router, "error", lambda error=error: self._caller.on_error(error), error)
+            self.end()
 
     def end(self) -> None:
         """As the handler's end, however it comes."""
@@ -148,6 +144,7 @@ class FrontCall:
             self._over = True
             self._on_over()
 
-    def _send(self, response: pb.GenerateResponse) -> None:
-        kind = response.WhichOneof("event") or "standing"
-        self._wire.send(self._router, kind, lambda: self._caller.on_response(response), response)
+    def _send(self, event: GenerationEvent) -> None:
+        message = response(event)
+        kind = message.WhichOneof("event") or "resume_state"
+        self._wire.send(self._router, kind, lambda: self._caller.on_response(message), message)

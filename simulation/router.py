@@ -1,13 +1,15 @@
-"""One start of a simulated router: the real Control and front, with a timer, sessions and calls of its clients."""
+"""One start of a simulated router: the real Control and generation, with a timer, sessions and calls of its clients."""
 
 from __future__ import annotations
 
+from functools import partial
+
 from pdserve.config import RouterConfig
-from pdserve.errors import PdserveError, Unavailable
+from pdserve.errors import PdserveError
 from pdserve.rpc import inference_pb2 as pb
-from pdserve.types import Finish
 from router.control import TICK_S, Control
-from router.frontend import Frontend, work_of
+from router.frontend import resume_point
+from router.generation import Generation, request_of
 from router.session import SessionTerms
 from router.validation import ResolvedRequest
 from simulation.front import Caller, FrontCall, SimulatedStream
@@ -26,17 +28,14 @@ class SimulatedRouter:
         self.config = config
         self.terms = SessionTerms(incarnation, "tags", config.renew_interval_ms, config.worker_timeout_ms)
         self.control = Control(incarnation, config, fabric.timeline, self)
-        self.leaving = False
         self.calls: list[SimulatedStream] = []  # whose front has not ended
         self._oracle = oracle
-        self._frontend = Frontend(self, Letters())  # type: ignore[arg-type]
         self._tick()
 
     @property
     def serves(self) -> bool:
         """What its health says."""
-        willing = any(not member.load.draining for member in self.control.membership)
-        return self.process.alive and not self.leaving and willing
+        return self.process.alive and self.control.serves
 
     def _tick(self) -> None:
         self.control.tick()
@@ -58,34 +57,27 @@ class SimulatedRouter:
         pace_s: float,
     ) -> FrontCall | None:
         """A client's call. None: it was refused, and the client is told so."""
-        received = [tuple(output.ids) for output in request.resume.outputs]
-        received += [()] * (len(scripts) - len(received))
-        script = scripts[0]
-        resolved = ResolvedRequest(script.request_id, "tags", script.prompt_ids, script.params, stops, tuple(received))
+        resume, script = resume_point(request), scripts[0]
+        received = () if resume is None else resume.received_ids
+        received += ((),) * (len(scripts) - len(received))
+        resolved = ResolvedRequest(script.request_id, "tags", script.prompt_ids, script.params, stops, received)
         stream = SimulatedStream(scripts, [len(ids) for ids in received], self.process)
         stream.who_sampled = lambda output, position: self._who_sampled(stream, output, position)
         try:
-            if self.leaving:
-                raise Unavailable("this router is shutting down; ask another one")
-            self.control.submit(work_of(resolved, request), stream, request.HasField("resume"))
+            self.control.submit(request_of(resolved, resume), stream, resume is not None)
         except PdserveError as error:
             wire.send(self.process, "error", lambda error=error: caller.on_error(error), error)
             return None
         self.calls.append(stream)
-        return FrontCall(
-            self._frontend, resolved, stream, wire, self.process, caller, pace_s, lambda: self._call_over(stream)
-        )
-
-    def finish(self, stream: SimulatedStream, output: int, finish: Finish) -> None:
-        """The front has found a stop string."""
-        self.control.finish(stream, output, finish)
+        generation = Generation(resolved, Letters(), partial(self.control.finish, stream))
+        return FrontCall(generation, stream, wire, self.process, caller, pace_s, lambda: self._call_over(stream))
 
     def _call_over(self, stream: SimulatedStream) -> None:
         self.calls.remove(stream)
         self.control.abandon(stream)
 
     def _who_sampled(self, stream: SimulatedStream, output: int, position: int) -> Provenance | None:
-        entry = self.control.dispatch._requests.get((stream.request_id, output))
+        entry = self.control.dispatch.entry(stream.request_id, output)
         if entry is None or entry.attempt is None:
             return None
         return self._oracle.provenance(entry.attempt.owner, position)
@@ -97,7 +89,7 @@ class SimulatedRouter:
         """What is still under way; nothing, when all is quiet."""
         held = {
             "requests": len(self.control.dispatch),
-            "streams": len(self.control._streams),
+            "streams": self.control.stream_count,
             "calls without an end": len(self.calls),
         }
         return [f"{self.process.name}: {count} {what}" for what, count in held.items() if count]

@@ -84,8 +84,10 @@ def draw(seed: int) -> Scenario:
     if not calm and more.random() < _POISON_SHARE:
         jobs.append(_poisonous(more, longest))
     faults = _faults(rng, [worker.worker_id for worker in workers], routers, job_count)
-    if more.random() < (0.8 if len({worker.colour for worker in workers}) > 1 else 0.1):
-        faults.append(_router_loss(more, routers, job_count))
+    mixed = len({worker.colour for worker in workers}) > 1
+    if more.random() < (0.8 if mixed else 0.1):
+        loss = _router_loss(more, routers, job_count)
+        faults += _with_a_worker(random.Random(f"loss {seed}"), loss, workers, job_count) if mixed else [loss]
     roomy = min(engine.max_queued, max_requests) >= 64  # where there is little room, the late ones must fit
     late = [_varied(more, _job(rng, f"late{i}", longest, True), 3 if roomy else 1) for i in range(2)]
     return Scenario(
@@ -236,6 +238,17 @@ def _router_loss(more: random.Random, routers: tuple[str, ...], job_count: int) 
         death=Death.CLEAN,
         patience_s=0.05,
     )
+
+
+def _with_a_worker(
+    rng: random.Random, loss: Fault, workers: tuple[WorkerPlan, ...], job_count: int
+) -> tuple[Fault, Fault]:
+    """A router and a worker end at once: what that one computed is computed again, perhaps by one of another kind, and
+    the next router knows only from the client that there was another one."""
+    at_event = rng.randrange(5 * job_count, 40 * job_count)
+    host = rng.choice(workers).worker_id
+    crash = Fault(at_event, FaultKind.CRASH, host, "", rng.choice((1.0, 3.0)), rng.choice(tuple(Death)))
+    return replace(loss, at_event=at_event), crash
 
 
 def _faults(rng: random.Random, workers: list[str], routers: tuple[str, ...], job_count: int) -> list[Fault]:

@@ -15,10 +15,6 @@ from pdserve.errors import InvalidArgument, PdserveError, ResourceExhausted, err
 
 DEFAULT_TIMEOUT_S: Final = 600.0  # of a generation
 UNARY_TIMEOUT_S: Final = 10.0  # of the calls that only ask
-RESUME_TIMEOUT_S: Final = 30.0  # how long a stream whose router is gone looks for one
-CONNECT_TIMEOUT_S: Final = 1.0  # for each address it tries meanwhile
-LOOK_PAUSE_S: Final = 0.05  # between two of them
-MAX_RETRY_PAUSE_S: Final = 5.0  # before a full router is asked again, whatever it says
 MAX_MESSAGE_BYTES: Final = 32 * 1024 * 1024  # received; what is sent, the router bounds
 
 CHANNEL_OPTIONS: Final = (
@@ -52,11 +48,6 @@ def checked_timeout(timeout_s: float | None) -> float | None:
     return timeout_s
 
 
-def retry_pause_s(error: ResourceExhausted) -> float:
-    """How long to leave a full router alone: what it asks for, within reason."""
-    return min(max(error.retry_after_s, LOOK_PAUSE_S), MAX_RETRY_PAUSE_S)
-
-
 @contextmanager
 def own_errors() -> Iterator[None]:
     """Raises what a failed call inside means as one of pdserve.errors."""
@@ -82,5 +73,5 @@ def _retry_after_s(error: grpc.RpcError) -> float | None:
     info = error_details_pb2.RetryInfo()
     for detail in status.details if status is not None else ():
         if detail.Unpack(info):
-            return info.retry_delay.seconds + info.retry_delay.nanos / 1e9
+            return float(info.retry_delay.seconds + info.retry_delay.nanos / 1e9)
     return None

@@ -95,16 +95,16 @@ class StreamFold:
         self._sent_s = sent_s
         self._deltas: list[Delta] = []
         self._rests: set[int] = set()  # outputs whose held-back text has come
-        self._standings: dict[int, pb.Standing] = {}
+        self._resume_states: dict[int, pb.ResumeState] = {}
         self._awaits_start = True
 
     def accept(self, event: pb.GenerateResponse, now_s: float) -> Delta | None:
         """Take the next event; a delta with news is returned. Raises ProtocolError for one that cannot come here."""
-        if event.HasField("standing"):
-            self._standings[event.standing.output_index] = event.standing
+        if event.HasField("resume_state"):
+            self._resume_states[event.resume_state.output_index] = event.resume_state
         kind = event.WhichOneof("event")
         if kind is None:
-            return None  # a standing alone, or a kind that a newer server knows
+            return None  # a resume state alone, or a kind that a newer server knows
         if self.result is not None or (kind == "started") != self._awaits_start:
             raise ProtocolError(f"the router sent {kind} out of order")
         if kind == "started":
@@ -125,9 +125,9 @@ class StreamFold:
         count = 1 + max((delta.output_index for delta in self._deltas), default=-1)
         return [_token_ids(self._of(index)) for index in range(count)]
 
-    def standings(self) -> list[pb.Standing]:
+    def resume_states(self) -> list[pb.ResumeState]:
         """What the router last said of how its outputs stand, for the next one."""
-        return list(self._standings.values())
+        return list(self._resume_states.values())
 
     def _of(self, output_index: int) -> list[Delta]:
         return [delta for delta in self._deltas if delta.output_index == output_index]
@@ -152,11 +152,6 @@ class StreamFold:
         if not self.resuming:
             self.resumptions += 1
         self._awaits_start = True
-
-    def end(self) -> None:
-        """The stream is over without an error. Raises ProtocolError if it is not complete."""
-        if self.result is None:
-            raise ProtocolError("the router ended the stream without a result")
 
     def _finish(self, finished: pb.Finished, now_s: float) -> Result:
         assert self.started is not None
@@ -217,7 +212,7 @@ def _delta(message: pb.Delta, now_s: float) -> Delta:
     return Delta(message.text, tuple(message.token_ids), logprobs, message.output_index, now_s)
 
 
-def _finish_reason(value: int) -> FinishReason:
+def _finish_reason(value: pb.FinishReason) -> FinishReason:
     try:
         return _FINISH_REASONS[value]
     except KeyError:

@@ -35,14 +35,14 @@ class GenerateRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ...) -> None: ...
 
 class Resume(_message.Message):
-    __slots__ = ("outputs", "standings")
+    __slots__ = ("outputs", "states")
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
-    STANDINGS_FIELD_NUMBER: _ClassVar[int]
+    STATES_FIELD_NUMBER: _ClassVar[int]
     outputs: _containers.RepeatedCompositeFieldContainer[TokenIds]
-    standings: _containers.RepeatedCompositeFieldContainer[Standing]
-    def __init__(self, outputs: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., standings: _Optional[_Iterable[_Union[Standing, _Mapping]]] = ...) -> None: ...
+    states: _containers.RepeatedCompositeFieldContainer[ResumeState]
+    def __init__(self, outputs: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., states: _Optional[_Iterable[_Union[ResumeState, _Mapping]]] = ...) -> None: ...
 
-class Standing(_message.Message):
+class ResumeState(_message.Message):
     __slots__ = ("output_index", "prompt_fingerprint", "output_fingerprint", "inexact", "crashes", "crashed_at")
     OUTPUT_INDEX_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -122,16 +122,16 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., min_tokens: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., n: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("started", "delta", "finished", "standing")
+    __slots__ = ("started", "delta", "finished", "resume_state")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
-    STANDING_FIELD_NUMBER: _ClassVar[int]
+    RESUME_STATE_FIELD_NUMBER: _ClassVar[int]
     started: Started
     delta: Delta
     finished: Finished
-    standing: Standing
-    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ...) -> None: ...
+    resume_state: ResumeState
+    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., resume_state: _Optional[_Union[ResumeState, _Mapping]] = ...) -> None: ...
 
 class Started(_message.Message):
     __slots__ = ("request_id", "model", "seed", "prompt_token_ids")

@@ -7,8 +7,8 @@ the ids accepted by earlier attempts stand where the old ones stood.
 """
 
 from router.text.chat_template import ROLES, ChatMessage
-from router.text.detokenizer import Detokenizer
+from router.text.detokenizer import Detokenizer, TokenText
 from router.text.stop_strings import StopStrings
 from router.text.tokenizer import Tokenizer
 
-__all__ = ["ROLES", "ChatMessage", "Detokenizer", "StopStrings", "Tokenizer"]
+__all__ = ["ROLES", "ChatMessage", "Detokenizer", "StopStrings", "TokenText", "Tokenizer"]

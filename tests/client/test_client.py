@@ -18,8 +18,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
-from pdserve.client import AsyncClient, Client, Result, Stream, TokenLogprob, aio, blocking
-from pdserve.client.channel import LOOK_PAUSE_S, MAX_RETRY_PAUSE_S, RESUME_TIMEOUT_S, retry_pause_s
+from pdserve.client import AsyncClient, Client, Result, Stream, TokenLogprob, resume
 from pdserve.client.resume import ConnectionLost
 from pdserve.clock import Clock, ManualClock
 from pdserve.errors import (
@@ -128,8 +127,7 @@ class HangingScript:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A router that is there may take its time."""
-    for module in (aio, blocking):
-        monkeypatch.setattr(module, "CONNECT_TIMEOUT_S", DEADLINE_S)
+    monkeypatch.setattr(resume, "CONNECT_TIMEOUT_S", DEADLINE_S)
 
 
 @contextmanager
@@ -470,6 +468,52 @@ class TestRequest:
         assert asked(router) == pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=ids))
         assert router.requests[0].WhichOneof("input") == "prompt_token_ids"
 
+    @pytest.mark.parametrize(
+        ("once", "wanted"),
+        [
+            ((i for i in (1, 2, 3)), pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=[1, 2, 3]))),
+            (iter([]), pb.GenerateRequest(prompt_token_ids=pb.TokenIds())),
+            (
+                (message for message in [("user", "hi")]),
+                pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])),
+            ),
+        ],
+    )
+    def test_what_can_be_read_only_once_is_not_sent_empty(
+        self, router: ScriptedRouter, client: Client, once: Any, wanted: pb.GenerateRequest
+    ) -> None:
+        client.complete(once)
+        assert asked(router) == wanted
+
+    def test_bytes_are_no_token_ids(self, client: Client) -> None:
+        with pytest.raises(TypeError, match="not bytes"):
+            client.generate(b"hello")  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize(
+        ("prompt", "options", "field", "where"),
+        [
+            ("ab\ud800", {}, "prompt", "is"),
+            ([("user", "hi"), ("user", "\udc00")], {}, "chat", r"messages\[1\]\.content is"),
+            ([{"role": "\udfff", "content": "hi"}], {}, "chat", r"messages\[0\]\.role is"),
+            ("hi", {"stop": "\ud83d"}, "stop", r"stop\[0\] is"),
+            ("hi", {"stop": ["fine", "\ud83d"]}, "stop", r"stop\[1\] is"),
+            ("hi", {"request_id": "\ud83d"}, "request_id", "is"),
+            ("hi", {"model": "\ud83d"}, "model", "is"),
+        ],
+    )
+    def test_text_that_is_not_unicode_is_refused_here(
+        self, client: Client, prompt: Any, options: Any, field: str, where: str
+    ) -> None:
+        with pytest.raises(InvalidArgument, match=f"^{field}: {where} not valid Unicode: a lone surrogate") as caught:
+            client.generate(prompt, **options)
+        assert caught.value.field == field
+
+    def test_an_id_that_is_not_unicode_is_refused_here(self, client: Client) -> None:
+        with pytest.raises(InvalidArgument, match=r"^request_id: is not valid Unicode"):
+            client.abort("\ud800")
+        with pytest.raises(InvalidArgument, match=r"^worker_id: is not valid Unicode"):
+            client.drain_worker("\ud800")
+
     def test_unknown_option_is_refused_here(self, client: Client) -> None:
         with pytest.raises(TypeError, match="unknown option: temprature"):
             client.generate("hi", temprature=0.5)
@@ -522,7 +566,7 @@ class TestOtherCalls:
         assert run(lambda client: client.model_info(), addresses).eos_token_ids == [2]
         gone = f"127.0.0.1:{unused_port()},127.0.0.1:{unused_port()}"
         with Client(gone) as client, pytest.raises(Unavailable):
-            client.server_info(timeout_s=3.0)
+            client.server_info(timeout_s=1.0)
 
     def test_looking_for_another_router_takes_from_the_calls_own_time(self, router: ScriptedRouter) -> None:
         addresses = f"127.0.0.1:{unused_port()},{router.address}"
@@ -723,24 +767,7 @@ def complete(request: pytest.FixtureRequest) -> Callable[..., Result]:
 
 @pytest.mark.usefixtures("patient")
 class TestLoss:
-    """A stream whose router is lost."""
-
-    def test_text_that_is_sent_again_at_an_outputs_end_counts_once(
-        self, router: ScriptedRouter, complete: Callable[..., Result]
-    ) -> None:
-        def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
-            yield started()
-            if not request.HasField("resume"):
-                yield delta("ab", 1, 2, 3)
-                yield delta("c")
-                lose(context)
-            yield delta("c")
-            yield finished()
-
-        router.script = script
-        assert complete(router.address).text == "abc"
-        with Client(router.address) as client:
-            assert [delta.text for delta in client.generate("hi")] == ["ab", "c"]
+    """A stream whose router is lost, over real calls. What is decided then has its tests in test_resume.py."""
 
     def test_connection_that_breaks_after_the_end_takes_nothing_away(
         self, router: ScriptedRouter, complete: Callable[..., Result]
@@ -781,23 +808,6 @@ class TestLoss:
         result = complete(router.address)
         assert (result.text, result.resumptions) == ("Hello", 1)
         assert len(router.requests) == 4
-
-    def test_router_that_stays_full_ends_the_stream_when_the_looks_time_is_over(
-        self, router: ScriptedRouter, complete: Callable[..., Result]
-    ) -> None:
-        clock = SteppingClock()
-        router.script = broken_off(before=lambda context: refuse_as_full(context, 2000))
-        begun_s = clock.now()
-        with pytest.raises(ResourceExhausted, match="queue is full"):
-            complete(router.address, clock)
-        assert RESUME_TIMEOUT_S <= clock.now() - begun_s <= RESUME_TIMEOUT_S + 5.0
-        assert len(router.requests) > 2
-
-    @pytest.mark.parametrize(
-        ("asked_s", "pause_s"), [(0.0, LOOK_PAUSE_S), (0.5, 0.5), (MAX_RETRY_PAUSE_S * 2, MAX_RETRY_PAUSE_S)]
-    )
-    def test_full_router_is_left_alone_as_long_as_it_asks_within_reason(self, asked_s: float, pause_s: float) -> None:
-        assert retry_pause_s(ResourceExhausted("full", asked_s)) == pause_s
 
     def test_cancel_while_the_stream_looks_ends_it(self, router: ScriptedRouter, client: Client) -> None:
         router.script = broken_off(*REST)

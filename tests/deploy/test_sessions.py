@@ -9,7 +9,8 @@ import grpc
 import pytest
 
 from deploy.ports import PortReservation
-from pdserve.client import AsyncClient, Client, blocking
+from pdserve.client import AsyncClient, Client, resume
+from pdserve.client.resume import OpenCall
 from pdserve.config import RouterConfig
 from pdserve.errors import Cancelled, Unavailable
 from pdserve.rpc import cluster_pb2 as pb
@@ -43,7 +44,7 @@ def port():
 
 def joined(router):
     async def ready():  # on the router's own thread
-        return [worker.worker_id for worker in router.router.server_info().workers if worker.state == "ready"]
+        return [worker.worker_id for worker in router.router.status().workers if worker.state == "ready"]
 
     return router.call(ready())
 
@@ -68,7 +69,7 @@ def refusal(router, hello):
 def test_a_worker_that_loses_its_router_returns_all_leases_and_joins_the_next_one(
     small_checkpoint, sockets, port, monkeypatch
 ):
-    monkeypatch.setattr(blocking, "RESUME_TIMEOUT_S", 1.0)  # no router comes back at that address
+    monkeypatch.setattr(resume, "RESUME_TIMEOUT_S", 1.0)  # no router comes back at that address
     config = RouterConfig(grpc_port=0, session_port=port, placement_timeout_ms=500)
     with RouterThread(small_checkpoint, config) as router:
         worker = joined_worker(small_checkpoint, sockets, router)
@@ -124,7 +125,7 @@ def test_a_silent_worker_is_lost_after_the_timeout(small_checkpoint):
         call = ClusterStub(channel).Session(iter(messages.get, None), timeout=20)
         assert next(call).HasField("welcome")
         wait_for(lambda: joined(router) == [], "its loss", timeout_s=5.0)  # long before the call's own deadline
-        (worker,) = router.router.server_info().workers
+        (worker,) = router.router.status().workers
         assert (worker.worker_id, worker.state) == ("decode-0", "lost")
         with pytest.raises(grpc.RpcError):
             list(call)
@@ -144,7 +145,7 @@ def test_a_late_goodbye_of_an_old_handler_spares_the_next_request_of_that_id(sma
         first = router.submit(request)
         router.cancel("again")
         second = router.submit(request)
-        router.abandon(first)
+        first.abandon()
         still_there = router.cancel("again")
         return still_there, second is not first
 
@@ -253,7 +254,7 @@ def test_a_resumed_request_gives_the_rest_and_only_the_rest(small_checkpoint, so
                 inference_pb2.SamplingParams(temperature=0.9, seed=whole.seed, max_tokens=40, ignore_eos=True)
             )
             request.resume.outputs.add(ids=whole.token_ids[:received])
-            events = list(client.open(request, 10.0))
+            events = list(client.open(OpenCall(0, request, 10.0)))
         rest = [token_id for event in events for token_id in event.delta.token_ids]
         text = "".join(event.delta.text for event in events)
         assert rest == list(whole.token_ids[received:])
@@ -272,7 +273,7 @@ def test_a_resumption_ends_what_the_same_router_still_has_of_the_request(small_c
             request = inference_pb2.GenerateRequest(request_id="r", prompt="Hello")
             request.sampling.MergeFrom(inference_pb2.SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
             request.resume.outputs.add(ids=token_ids)
-            assert list(client.open(request, 10.0))[-1].finished.usage.completion_tokens == 5
+            assert list(client.open(OpenCall(0, request, 10.0)))[-1].finished.usage.completion_tokens == 5
             with pytest.raises(Cancelled, match="resumed"):
                 list(iterator)
         worker.stop()

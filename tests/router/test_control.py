@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from pdserve.clock import ManualClock
 from pdserve.config import RouterConfig
+from pdserve.errors import Unavailable
 from pdserve.rpc import cluster_pb2 as pb
-from pdserve.types import Finish, FinishReason, ModelLimits, Role, SampledToken, SamplingParams, WorkerInfo
-from router.actions import Accept, End, Request, Stands
+from pdserve.types import Finish, FinishReason, Load, ModelLimits, Role, SampledToken, SamplingParams, WorkerInfo
+from router.actions import Accept, End, Request, StateChanged
 from router.control import Control
 
 
@@ -88,8 +91,8 @@ def test_tokens_and_the_end_reach_the_stream_and_then_nothing_is_left() -> None:
     owner = control.dispatch._requests["r", 0].attempt.owner
     control.tokens("d#1", owner, 0, (SampledToken(9), SampledToken(8)))
     control.finish(stream, 0, Finish(FinishReason.STOP, stop="x"))
-    stands, accept, end = stream.events
-    assert isinstance(stands, Stands)
+    changed, accept, end = stream.events
+    assert isinstance(changed, StateChanged)
     assert accept == Accept("r", 0, (SampledToken(9), SampledToken(8)))
     assert isinstance(end, End)
     assert len(control.dispatch) == 0
@@ -105,3 +108,25 @@ def test_a_stop_string_found_in_an_abandoned_stream_does_not_end_the_next_reques
     control.finish(old, 0, Finish(FinishReason.STOP, stop="x"))
     assert new.events == []
     assert len(control.dispatch) == 1
+
+
+def test_a_router_that_drains_takes_nothing_new_and_goes_on_with_what_it_has() -> None:
+    control = Control("router", RouterConfig(), ManualClock(), Nobody())
+    assert not control.serves, "nobody is there yet"
+    control.worker_joined(FakeSession("d"))
+    assert control.serves
+    serve(control)
+    control.drain()
+    assert not control.serves
+    with pytest.raises(Unavailable, match="shutting down"):
+        control.submit(Request("s", (5,), SamplingParams()), FakeStream("s"))
+    assert len(control.dispatch) == 1
+
+
+def test_a_router_whose_workers_all_drain_does_not_serve() -> None:
+    control = Control("router", RouterConfig(), ManualClock(), Nobody())
+    control.worker_joined(FakeSession("d"))
+    control.renewed("d#1", Load(draining=True))
+    assert not control.serves
+    control.renewed("d#1", Load())
+    assert control.serves

@@ -14,6 +14,7 @@ from pdserve.errors import (
     ResourceExhausted,
     TransferError,
     Unavailable,
+    Uncomputable,
 )
 from pdserve.types import (
     Finish,
@@ -27,17 +28,17 @@ from pdserve.types import (
     WorkerInfo,
 )
 from router.actions import (
-    Abort,
+    AbortAttempt,
     Accept,
     End,
+    GiveUpSender,
     PrefillLocally,
     Request,
+    ResumeState,
     Retry,
-    SenderLost,
-    Standing,
-    Stands,
     StartDecode,
     StartPrefill,
+    StateChanged,
 )
 from router.dispatch import Dispatch
 from router.membership import Membership
@@ -55,7 +56,7 @@ class World:
     def __init__(self, *workers, config=CONFIG):
         self.membership = Membership(timeout_s=1.5)
         self.dispatch = Dispatch("router-1", self.membership, LeastLoaded(), config)
-        self.standings = []  # what clients were told of how their outputs stand
+        self.states = []  # what clients were told of their outputs' resume states
         for name in workers:
             self.join(name)
 
@@ -68,18 +69,18 @@ class World:
 
     def lose(self, name):
         self.membership.leave(name)
-        return self.without_standings(self.dispatch.on_worker_lost(name, 0.0))
+        return self.without_states(self.dispatch.on_worker_lost(name, 0.0))
 
-    def without_standings(self, actions):
-        self.standings += [action.standing for action in actions if isinstance(action, Stands)]
-        return [action for action in actions if not isinstance(action, Stands)]
+    def without_states(self, actions):
+        self.states += [action.state for action in actions if isinstance(action, StateChanged)]
+        return [action for action in actions if not isinstance(action, StateChanged)]
 
     def submit(self, request_id="r", params=PARAMS):
         return self.dispatch.submit(Request(request_id, (5, 6, 7), params), 0.0)
 
-    def resume(self, standing, *received_ids):
+    def resume(self, state, *received_ids):
         """The request of a client that comes from another router."""
-        return self.dispatch.submit(Request("r", (5, 6, 7), PARAMS, (received_ids,), standings=(standing,)), 0.0)
+        return self.dispatch.submit(Request("r", (5, 6, 7), PARAMS, (received_ids,), resume_states=(state,)), 0.0)
 
     def submit_outputs(self, n):
         return self.dispatch.submit(Request("r", (5, 6, 7), PARAMS, received_ids=((),) * n), 0.0)
@@ -99,7 +100,7 @@ class World:
 
     def tokens(self, start, position, *ids):
         sampled = tuple(SampledToken(i) for i in ids)
-        return self.without_standings(self.dispatch.on_tokens(start.worker, start.owner, position, sampled, 0.0))
+        return self.without_states(self.dispatch.on_tokens(start.worker, start.owner, position, sampled, 0.0))
 
     def terminal(self, start, outcome, worker=None):
         return self.dispatch.on_terminal(worker or start.worker, start.owner, outcome, 0.0)
@@ -162,7 +163,7 @@ def test_a_repeated_token_fails_the_attempt_instead_of_reaching_the_client():
     world = World("p0", "d0", "d1")
     start = world.decoding()
     actions = world.tokens(start, 0, 10)
-    assert [type(action) for action in actions] == [Abort, Retry, StartDecode]
+    assert [type(action) for action in actions] == [AbortAttempt, Retry, StartDecode]
     assert actions[0].worker == "d0"
 
 
@@ -231,7 +232,7 @@ def test_a_prefill_error_that_no_other_worker_would_cure_ends_the_request():
     world = World("p0", "p1", "d0")
     start = world.prefilling()
     abort, end = world.terminal(start, InvalidArgument("prompt", "too long"), worker="p0")
-    assert abort == Abort("d0", start.owner)
+    assert abort == AbortAttempt("d0", start.owner)
     assert isinstance(end.outcome, InvalidArgument)
 
 
@@ -305,7 +306,7 @@ def test_a_ticket_that_does_not_come_fails_the_attempt():
     world = World("p0", "d0", "d1")
     (start,) = world.submit()
     abort, retry, again = world.dispatch.tick(1.0)
-    assert abort == Abort("d0", start.owner)
+    assert abort == AbortAttempt("d0", start.owner)
     assert again.worker == "d1"
     assert retry.owner == start.owner
 
@@ -405,12 +406,13 @@ def test_a_worker_that_keeps_failing_is_the_last_choice_until_a_trial_succeeds()
     assert world.submit("after")[0].worker == "d0"
 
 
-def test_a_clients_error_never_trips_a_breaker():
+@pytest.mark.parametrize("error", [InvalidArgument("prompt", "strange"), Uncomputable("not finite")])
+def test_a_requests_own_error_never_trips_a_breaker(error):
     world = World("d0", "d1", config=replace(CONFIG, max_requests=100, breaker_failures=1))
     for number in range(5):
         (start,) = world.submit(f"bad-{number}")
         assert start.worker == "d0"
-        world.terminal(start, InvalidArgument("prompt", "strange"))
+        world.terminal(start, error)
 
 
 def test_a_draining_worker_gets_nothing_new():
@@ -483,16 +485,17 @@ def test_a_worker_that_gives_a_request_up_does_not_cancel_it():
     world = World("p0", "d0", "d1")
     start = world.prefilling()
     gone = Cancelled("its session is broken")
-    assert [type(action) for action in world.terminal(start, gone, worker="p0")] == [SenderLost]
+    assert [type(action) for action in world.terminal(start, gone, worker="p0")] == [GiveUpSender]
     assert [type(action) for action in world.terminal(start, gone)] == [Retry, StartDecode]
 
 
-def test_a_clients_error_is_not_tried_again():
+@pytest.mark.parametrize("error", [InvalidArgument("prompt", "strange"), Uncomputable("not finite")])
+def test_a_requests_own_error_is_not_tried_again(error):
     world = World("p0", "d0", "d1")
     start = world.prefilling()
-    abort, end = world.terminal(start, InvalidArgument("prompt", "too long"))
-    assert abort == Abort("p0", start.owner)
-    assert isinstance(end.outcome, InvalidArgument)
+    abort, end = world.terminal(start, error)
+    assert abort == AbortAttempt("p0", start.owner)
+    assert end.outcome is error
 
 
 @pytest.mark.parametrize("phase", ["placing", "ticket", "prefill", "decode"])
@@ -514,7 +517,7 @@ def test_a_stop_string_ends_the_request_and_the_workers_part():
     world = World("p0", "d0")
     start = world.decoding()
     finish = Finish(FinishReason.STOP, stop="\n")
-    assert world.dispatch.finish("r", 0, finish) == [Abort("d0", start.owner), End("r", 0, finish, 1, True)]
+    assert world.dispatch.finish("r", 0, finish) == [AbortAttempt("d0", start.owner), End("r", 0, finish, 1, True)]
 
 
 def test_a_request_id_in_flight_is_refused_and_the_first_goes_on():
@@ -531,7 +534,7 @@ def test_the_door_closes_when_the_router_is_full():
         world.submit(str(number))
     with pytest.raises(ResourceExhausted, match="4 outputs"):
         world.submit("one more")
-    assert world.resume(Standing(), 10), "a lost router's streams find room"
+    assert world.resume(ResumeState(), 10), "a lost router's streams find room"
 
 
 def test_requests_spread_over_decode_workers():
@@ -579,7 +582,7 @@ def test_each_output_ends_once_and_the_id_is_free_when_all_have():
     assert world.terminal(first, LENGTH)[-1] == End("r", 0, LENGTH, 1, True)
     with pytest.raises(AlreadyExists):
         world.submit()
-    assert [type(action) for action in world.dispatch.finish("r", 1, LENGTH)] == [Abort, End]
+    assert [type(action) for action in world.dispatch.finish("r", 1, LENGTH)] == [AbortAttempt, End]
     assert len(world.dispatch) == 0
     world.submit()
 
@@ -605,15 +608,15 @@ def test_outputs_that_a_client_has_whole_end_at_once_and_the_others_go_on():
 def test_the_client_is_told_how_its_output_stands_before_its_first_token_and_at_each_crash():
     world = World("p0", "d0", "d1")
     start = world.decoding()
-    assert world.standings == [Standing("same", "same")]
+    assert world.states == [ResumeState("same", "same")]
     world.tokens(start, 1, 11)
     world.lose("d0")
-    assert world.standings[1:] == [Standing("same", "same", crashes=1, crashed_at=2)]
+    assert world.states[1:] == [ResumeState("same", "same", crashes=1, crashed_at=2)]
 
 
 def test_a_resumed_request_is_stopped_after_three_crashes_in_all():
     world = World("d0", "d1")
-    (start,) = world.resume(Standing("same", "same", crashes=2, crashed_at=1), 10)
+    (start,) = world.resume(ResumeState("same", "same", crashes=2, crashed_at=1), 10)
     assert start.local_prefill, "it is alone from the start"
     *_, end = world.lose(start.worker)
     assert isinstance(end.outcome, InternalError)
@@ -625,25 +628,25 @@ def test_a_resumed_request_that_went_on_after_its_crashes_is_no_suspect():
     world = World("p0", "d0")
     received = range(PROGRESS)
     params = replace(PARAMS, max_tokens=100)
-    standing = Standing("same", "same", crashes=2, crashed_at=0)
-    request = Request("r", (5, 6, 7), params, (tuple(received),), standings=(standing,))
+    state = ResumeState("same", "same", crashes=2, crashed_at=0)
+    request = Request("r", (5, 6, 7), params, (tuple(received),), resume_states=(state,))
     (start,) = world.dispatch.submit(request, 0.0)
     assert not start.local_prefill
 
 
 @pytest.mark.parametrize(
-    ("standing", "exact"),
+    ("state", "exact"),
     [
-        (Standing("same", "same"), True),
-        (Standing("other", "same"), False),
-        (Standing("same", "other"), False),
-        (Standing("same", "same", exact=False), False),
-        (Standing(), True),
+        (ResumeState("same", "same"), True),
+        (ResumeState("other", "same"), False),
+        (ResumeState("same", "other"), False),
+        (ResumeState("same", "same", exact=False), False),
+        (ResumeState(), True),
     ],
 )
-def test_a_resumed_stream_is_exact_only_if_all_of_it_was(standing, exact):
+def test_a_resumed_stream_is_exact_only_if_all_of_it_was(state, exact):
     world = World("p0", "d0")
-    (start,) = world.resume(standing, 10)
+    (start,) = world.resume(state, 10)
     world.dispatch.on_ticket("d0", start.owner, TICKET, 0.0)
     world.tokens(start, 1, 11)
     assert world.terminal(start, LENGTH)[-1].exact is exact
@@ -651,7 +654,7 @@ def test_a_resumed_stream_is_exact_only_if_all_of_it_was(standing, exact):
 
 def test_a_resumed_stream_that_lacks_only_its_end_is_as_exact_as_it_was():
     world = World("p0", "d0")
-    (end,) = world.resume(Standing("other", "other"), 10, 11, 12, 13)
+    (end,) = world.resume(ResumeState("other", "other"), 10, 11, 12, 13)
     assert (end.outcome, end.exact) == (LENGTH, True)
 
 
@@ -661,7 +664,7 @@ def test_a_resumed_stream_goes_on_with_the_fingerprints_it_had():
         world.join(name, "this")
     for name in ("p1", "d1"):
         world.join(name, "that")
-    (start,) = world.resume(Standing("that", "that"), 10)
+    (start,) = world.resume(ResumeState("that", "that"), 10)
     assert start.worker == "d1"
     (prefill,) = world.dispatch.on_ticket("d1", start.owner, TICKET, 0.0)
     assert prefill.worker == "p1"
@@ -672,8 +675,8 @@ def test_a_delivered_prompt_that_decode_computes_again_under_another_fingerprint
     world.join("p0", "this")
     world.join("d0", "that")
     start = world.decoding()
-    world.without_standings(world.dispatch.on_local_prefill("d0", start.owner, "preempted"))
-    assert [standing.exact for standing in world.standings] == [True, False]
+    world.without_states(world.dispatch.on_local_prefill("d0", start.owner, "preempted"))
+    assert [state.exact for state in world.states] == [True, False]
     world.tokens(start, 1, 11, 12, 13)
     assert world.terminal(start, LENGTH)[-1].exact is False
 

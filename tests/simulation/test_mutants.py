@@ -16,7 +16,7 @@ from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
 from pdserve.client.stream import StreamFold
 from prefill_worker.role import PrefillRole
-from router.frontend import Output
+from router.generation import OutputText
 from router.in_flight import Attempt
 from router.session import StreamEnd, WorkerSession
 from router.suspicion import Suspicion
@@ -109,9 +109,9 @@ def _preemption_untold(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DecodeRole, "on_engine", silent)
 
 
-def _standing_forgotten(patch: pytest.MonkeyPatch) -> None:
+def _resume_state_forgotten(patch: pytest.MonkeyPatch) -> None:
     """A client does not pass on how its stream stood at the router it lost."""
-    patch.setattr(StreamFold, "standings", lambda self: [])
+    patch.setattr(StreamFold, "resume_states", lambda self: [])
 
 
 def _sharing_untold(patch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ def _never_convicted(patch: pytest.MonkeyPatch) -> None:
 
 def _stop_string_forgotten(patch: pytest.MonkeyPatch) -> None:
     """A router looks for stop strings only in what comes to itself."""
-    patch.setattr(Output, "replay", lambda self, token_ids: None)
+    patch.setattr(OutputText, "replay", lambda self, token_ids: None)
 
 
 def _leave_is_a_crash(patch: pytest.MonkeyPatch) -> None:
@@ -171,7 +171,7 @@ def _link_enters_control(patch: pytest.MonkeyPatch) -> None:
         (_fork_without_copy, 8),
         (_border_moves, 56),
         (_preemption_untold, 190),
-        (_standing_forgotten, 114),
+        (_resume_state_forgotten, 114),
         (_sharing_untold, 28),
         (_never_convicted, 20),
         (_stop_string_forgotten, 279),
