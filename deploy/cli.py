@@ -18,7 +18,7 @@ import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import psutil
 import typer
@@ -38,7 +38,9 @@ from pdserve.client.channel import address_list
 from pdserve.config import TRANSFER_MODES, Config, load_config
 from pdserve.errors import ConfigError, DeadlineExceeded, InvalidArgument, PdserveError, Unavailable
 from pdserve.rpc.inference_pb2 import ServerInfo
-from worker.spec import UnderTest
+
+if TYPE_CHECKING:  # the commands of a client do without
+    from worker.spec import UnderTest
 
 app = typer.Typer(
     help="Serve large language models with prefill and decode on separate workers.",
