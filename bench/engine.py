@@ -8,6 +8,7 @@ with as many threads, measured in the same run.
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 import sys
@@ -22,14 +23,15 @@ import torch
 from bench.background import EchoTraffic
 from bench.machine import Limits, measure_limits
 from engine.engine import SWITCH_INTERVAL_S, Engine
+from engine.events import Ended, EngineEvent, Tokens
 from engine.sequence import Sequence
 from kernels.cpu.table import CpuKernels
 from kernels.ops import AfterLayer, StepBatch
-from model.build import build_engine
+from model.build import build_model
 from model.decoder import Decoder
 from pdserve.config import EngineConfig
 from pdserve.errors import InternalError, PdserveError
-from pdserve.types import Finish, Owner, SampledToken, SamplingParams
+from pdserve.types import Load, Owner, SamplingParams
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 128
 PREFILL_TOKENS, PREFILL_REPEATS = 1024, 10
@@ -64,42 +66,38 @@ def bench_engine(
     rows: list[EngineRow] = []
     for count in threads:
         config = EngineConfig(threads=count, kv_cache_mb=1024, max_step_tokens=_STEP_TOKENS)
-        built = build_engine(directory, kernels, dtype, config)
-        decoder = built.engine.decoder
-        limits = measure_limits(CpuKernels(), count, decoder.weight_bytes, decoder.dtype)
-        rows += _rows(built.engine, limits, under_load=False)
+        bench = _Bench(directory, kernels, dtype, config)
+        limits = measure_limits(CpuKernels(), count, bench.decoder.weight_bytes, bench.decoder.dtype)
+        rows += _rows(bench, limits, under_load=False)
         if under_load:
             with EchoTraffic():
-                rows += _rows(built.engine, limits, under_load=True)
+                rows += _rows(bench, limits, under_load=True)
     return rows
 
 
-def _rows(engine: Engine, limits: Limits, under_load: bool) -> list[EngineRow]:
-    rows = [_decode(engine, batch, limits, under_load) for batch in BATCHES]
-    return [*rows, _prefill(engine, limits.threads, under_load)]
+def _rows(bench: _Bench, limits: Limits, under_load: bool) -> list[EngineRow]:
+    rows = [_decode(bench, batch, limits, under_load) for batch in BATCHES]
+    return [*rows, _prefill(bench, limits.threads, under_load)]
 
 
-def _decode(engine: Engine, batch: int, limits: Limits, under_load: bool) -> EngineRow:
-    sinks = [_Sink() for _ in range(batch)]
-    for sink in sinks:
-        _submit(engine, sink, PROMPT_TOKENS, OUTPUT_TOKENS)
-    while not all(sink.count for sink in sinks):
-        engine.step()
+def _decode(bench: _Bench, batch: int, limits: Limits, under_load: bool) -> EngineRow:
+    for _ in range(batch):
+        bench.submit(PROMPT_TOKENS, OUTPUT_TOKENS)
+    while len(bench.begun) < batch:
+        bench.engine.step()
     steps: list[float] = []
     outside: list[float] = []
-    with _ForwardClock(engine.decoder) as forward:
-        while not any(sink.outcome for sink in sinks):
+    with _ForwardClock(bench.decoder) as forward:
+        while not bench.ended:
             forward.seconds = 0.0
             begin = time.perf_counter()
-            engine.step()
+            bench.engine.step()
             steps.append(time.perf_counter() - begin)
             outside.append(1.0 - forward.seconds / steps[-1])
-    _finish(engine)
+    bench.finish()
     median = statistics.median(steps)
     context = PROMPT_TOKENS + OUTPUT_TOKENS / 2
-    shape = engine.store.shape
-    kv_bytes = batch * context * shape.block_bytes / shape.block_tokens
-    needed = engine.decoder.weight_bytes + kv_bytes
+    needed = bench.decoder.weight_bytes + batch * context * bench.decoder.kv_format.token_bytes
     return EngineRow(
         name="decode",
         batch=batch,
@@ -113,13 +111,12 @@ def _decode(engine: Engine, batch: int, limits: Limits, under_load: bool) -> Eng
     )
 
 
-def _prefill(engine: Engine, threads: int, under_load: bool) -> EngineRow:
+def _prefill(bench: _Bench, threads: int, under_load: bool) -> EngineRow:
     times: list[float] = []
     for _ in range(PREFILL_REPEATS):
-        sink = _Sink()
-        _submit(engine, sink, PREFILL_TOKENS, 1)
+        bench.submit(PREFILL_TOKENS, 1)
         begin = time.perf_counter()
-        _finish(engine)
+        bench.finish()
         times.append(time.perf_counter() - begin)
     median = statistics.median(times)
     return EngineRow(
@@ -157,41 +154,40 @@ class _ForwardClock:
         return logits
 
 
-class _Sink:
-    """Counts a sequence's tokens and keeps its end."""
+class _Bench:
+    """An engine and its listener: who has begun to get tokens, and who has ended."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.outcome: Finish | PdserveError | None = None
+    def __init__(self, directory: Path, kernels: str, dtype: str, config: EngineConfig) -> None:
+        built = build_model(directory, kernels, dtype, config)
+        self.decoder = built.executor.decoder
+        self.engine = Engine(built.executor, config, built.max_model_len, self)
+        self.begun: set[Owner] = set()
+        self.ended: set[Owner] = set()
+        self._numbers = itertools.count()
 
-    def on_tokens(self, sequence: Sequence, tokens: ListLike[SampledToken]) -> None:
-        self.count += len(tokens)
+    def on_engine(self, events: tuple[EngineEvent, ...], load: Load) -> None:
+        for event in events:
+            if isinstance(event, Tokens):
+                self.begun.add(event.owner)
+            elif isinstance(event, Ended):
+                self.ended.add(event.owner)
+                if isinstance(event.outcome, PdserveError):
+                    raise InternalError(f"the benchmark's sequence failed: {event.outcome}")
 
-    def on_end(self, sequence: Sequence, outcome: Finish | PdserveError | None) -> None:
-        self.outcome = outcome
-        if isinstance(outcome, PdserveError):
-            raise InternalError(f"the benchmark's sequence failed: {outcome}")
+    def submit(self, prompt_tokens: int, output_tokens: int) -> None:
+        number = next(self._numbers)
+        rng = random.Random(number)
+        prompt = [rng.randrange(self.engine.limits.vocab_size) for _ in range(prompt_tokens)]
+        params = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True)
+        self.engine.submit(Sequence(Owner("bench", str(number), "bench", 1), prompt, [], params))
 
-    def on_leased(self, sequence: Sequence) -> None: ...
-
-    def on_layer(self, sequence: Sequence, layer: int, start: int, stop: int) -> None: ...
-
-    def on_preempted(self, sequence: Sequence) -> None: ...
-
-    def on_abort(self, sequence: Sequence, error: PdserveError) -> None: ...
-
-
-def _submit(engine: Engine, sink: _Sink, prompt_tokens: int, output_tokens: int) -> None:
-    numbers = random.Random(id(sink))
-    prompt = [numbers.randrange(engine.decoder.config.vocab_size) for _ in range(prompt_tokens)]
-    params = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True)
-    engine.submit(Sequence(Owner("bench", hex(id(sink)), "bench", 1), prompt, [], params, sink))
-
-
-def _finish(engine: Engine) -> None:
-    engine.step()
-    while not engine.idle():
-        engine.step()
+    def finish(self) -> None:
+        """Step until nothing is left, and be ready for the next measurement."""
+        self.engine.step()
+        while not self.engine.idle():
+            self.engine.step()
+        self.begun.clear()
+        self.ended.clear()
 
 
 def _spread(seconds: ListLike[float]) -> tuple[float, float]:

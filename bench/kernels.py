@@ -18,7 +18,8 @@ import torch
 
 from bench.machine import Limits, measure_limits
 from kernels.cpu.table import CpuCache, CpuKernels
-from kernels.ops import CacheShape, SequenceRows, slots_of
+from kernels.ops import CacheShape, SequenceRows, item_of, slots_of
+from pdserve.kv_format import KVFormat
 
 HIDDEN, INTERMEDIATE, VOCABULARY = 576, 1536, 49152
 HEADS, KV_HEADS, HEAD_DIM = 9, 3, 64
@@ -114,7 +115,7 @@ def _prefill_attention(kernels: CpuKernels, limits: Limits, tokens: int, dtype: 
         f"{tokens} tokens",
         lambda: kernels.attention(q, cache, 0, sequences, HEAD_DIM**-0.5),
         (_torch_attention(theirs, dtype, is_causal=True), _torch_attention(theirs, torch.float32, is_causal=True)),
-        2 * tokens * KV_HEADS * HEAD_DIM * dtype.itemsize + 2 * q.nbytes,
+        _kv_format(dtype).payload_bytes(tokens) + 2 * q.nbytes,
         2.0 * HEADS * HEAD_DIM * tokens * (tokens + 1),
     )
 
@@ -129,7 +130,7 @@ def _decode_attention(kernels: CpuKernels, limits: Limits, batch: int, dtype: to
         f"{batch} at {DECODE_CONTEXT}",
         lambda: kernels.attention(q, cache, 0, sequences, HEAD_DIM**-0.5),
         (_torch_attention(theirs, dtype, is_causal=False), _torch_attention(theirs, torch.float32, is_causal=False)),
-        2 * batch * DECODE_CONTEXT * KV_HEADS * HEAD_DIM * dtype.itemsize + 2 * q.nbytes,
+        _kv_format(dtype).payload_bytes(batch * DECODE_CONTEXT) + 2 * q.nbytes,
         4.0 * batch * HEADS * HEAD_DIM * DECODE_CONTEXT,
     )
 
@@ -137,6 +138,10 @@ def _decode_attention(kernels: CpuKernels, limits: Limits, batch: int, dtype: to
 def _torch_attention(tensors: list[torch.Tensor], dtype: torch.dtype, is_causal: bool) -> Measured:
     q, k, v = (tensor.to(dtype) for tensor in tensors)
     return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
+
+
+def _kv_format(dtype: torch.dtype) -> KVFormat:
+    return KVFormat(1, KV_HEADS, HEAD_DIM, item_of(dtype))
 
 
 def _keys_and_values(batch: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -148,7 +153,7 @@ def _filled_cache(
 ) -> tuple[CpuCache, tuple[SequenceRows, ...]]:
     """A cache with `batch` sequences of `tokens`, and a step over the last `rows` of each."""
     blocks = -(-tokens // BLOCK_TOKENS)
-    cache = kernels.make_cache(CacheShape(1, batch * blocks, BLOCK_TOKENS, KV_HEADS, HEAD_DIM, dtype))
+    cache = kernels.make_cache(CacheShape(_kv_format(dtype), batch * blocks, BLOCK_TOKENS))
     sequences = []
     for index in range(batch):
         table = range(index * blocks, (index + 1) * blocks)

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import zmq
 
-from kvtransfer.layout import KVLayout
 from kvtransfer.link import Link
 from kvtransfer.transports.assembly import worker_transport
 from kvtransfer.transports.base import Transport
@@ -29,10 +28,11 @@ from pdserve import logs
 from pdserve.clock import SystemClock
 from pdserve.config import TransferConfig
 from pdserve.errors import PdserveError
+from pdserve.kv_format import KVFormat
 from pdserve.tracing import Trace
 from pdserve.types import Owner, SampledToken, Ticket
 
-LAYOUT = KVLayout(layer_count=8, kv_heads=8, head_dim=64, dtype="bfloat16")  # 2 KiB a token and layer
+LAYOUT = KVFormat(layer_count=8, kv_heads=8, head_dim=64, item="bfloat16")  # 2 KiB a token and layer
 TOKEN_COUNT = 4096
 TRANSFER_BYTES = LAYOUT.layer_count * LAYOUT.payload_bytes(TOKEN_COUNT)  # 64 MiB
 TOKEN_IDS = list(range(TOKEN_COUNT))
@@ -95,7 +95,8 @@ def send(link: Link, ticket: Ticket, store: PlainStore) -> dict[str, Any]:
         ended.set()
 
     cpu_s = time.process_time()
-    link.open_sender(ticket, OWNER, TOKEN_IDS, TOKEN_COUNT, store, on_end)
+    link.open_sender(ticket, OWNER, TOKEN_IDS, TOKEN_COUNT, on_end)
+    link.start_sender(ticket.transfer_id, store)
     for layer in range(LAYOUT.layer_count):
         link.layer_ready(ticket.transfer_id, layer, 0, TOKEN_COUNT)
     link.commit(ticket.transfer_id, [SampledToken(1)])

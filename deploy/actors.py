@@ -13,12 +13,12 @@ from typing import Any
 
 import ray
 
-from deploy.spec import RouterSpec, WorkerSpec
+from deploy.spec import RouterSpec
 from deploy.termination import on_sigterm
-from drills.defects import break_router, break_worker
 from pdserve import crash_report, logs
 from pdserve.errors import ConfigError
 from pdserve.tracing import TraceEvent
+from worker.spec import WorkerSpec
 
 _log = logs.logger("actor")
 
@@ -35,7 +35,8 @@ class WorkerActor:
         from worker.process import Worker  # torch is needed only here
 
         logs.configure(spec.config.logging.level, spec.worker_id, Path(spec.log_path))
-        break_worker()
+        if spec.under_test is not None:
+            spec.under_test.before_start()
         self._error: ConfigError | None = None
         try:
             self._worker = Worker(spec)
@@ -70,7 +71,8 @@ class RouterActor:
         from router.server import Router
 
         logs.configure(spec.config.logging.level, spec.router_id, Path(spec.log_path))
-        break_router()
+        if spec.under_test is not None:
+            spec.under_test.before_start()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="router", daemon=True)
         self._thread.start()

@@ -33,6 +33,7 @@ from pdserve.client.channel import address_list
 from pdserve.config import TRANSFER_MODES, Config, load_config
 from pdserve.errors import ConfigError, DeadlineExceeded, InvalidArgument, PdserveError, Unavailable
 from pdserve.rpc.inference_pb2 import ServerInfo
+from worker.spec import UnderTest
 
 app = typer.Typer(
     help="Serve large language models with prefill and decode on separate workers.",
@@ -89,7 +90,7 @@ def up(
     if detach:
         _start_detached(settings, sys.argv[1:], json_output)
     else:
-        _run_cluster(settings, json_output)
+        run_cluster(settings, json_output)
 
 
 def _terminate(processes: Sequence[psutil.Process]) -> None:
@@ -237,7 +238,8 @@ def _wait_drained(client: Client, worker_id: str, timeout_s: float) -> None:
     raise DeadlineExceeded(f"{worker_id} has still requests after {timeout_s:g} s; it goes on draining")
 
 
-def _run_cluster(config: Config, json_output: bool) -> None:
+def run_cluster(config: Config, json_output: bool, under_test: UnderTest | None = None) -> None:
+    """Run a cluster in this process until it is told to end."""
     from deploy.cluster import LocalCluster
 
     def progress(stage: str) -> None:
@@ -249,7 +251,7 @@ def _run_cluster(config: Config, json_output: bool) -> None:
     if not json_output:
         _print_config(config)
     begin = time.monotonic()
-    with LocalCluster(config, progress) as cluster:
+    with LocalCluster(config, progress, under_test) as cluster:
         info = cluster.info()
         if not json_output:
             stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in cluster.stage_seconds.items())

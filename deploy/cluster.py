@@ -25,7 +25,7 @@ import ray.exceptions
 from deploy.actors import RouterActor, WorkerActor
 from deploy.ports import PortReservation
 from deploy.runtime import RuntimeDirectory
-from deploy.spec import RouterSpec, WorkerSpec
+from deploy.spec import RouterSpec
 from kvtransfer.transports.zmq import CurveKey
 from model.config import ModelConfig
 from model.embedded import embedded_model_directory
@@ -36,6 +36,7 @@ from pdserve.errors import ConfigError, PdserveError, Unavailable
 from pdserve.rpc.inference_pb2 import ServerInfo
 from pdserve.tracing import TraceEvent
 from pdserve.types import Role
+from worker.spec import UnderTest, WorkerSpec
 
 _RAY_STORE_BYTES = 80 * 1024 * 1024  # nothing of ours goes through it; Ray wants at least 75 MiB
 _PLACES = "pdserve"
@@ -46,9 +47,16 @@ _EMBEDDED_NAME = "SmolLM2-135M-Instruct"
 class LocalCluster:
     """A running cluster. Use it as a context manager, or call `stop`."""
 
-    def __init__(self, config: Config, progress: Callable[[str], None] = lambda stage: None) -> None:
-        """Start everything and wait until it serves. Raises ConfigError or Unavailable; nothing is left then."""
+    def __init__(
+        self,
+        config: Config,
+        progress: Callable[[str], None] = lambda stage: None,
+        under_test: UnderTest | None = None,
+    ) -> None:
+        """Start everything and wait until it serves. `under_test` is given to each of its processes. Raises ConfigError
+        or Unavailable; nothing is left then."""
         self._progress = progress
+        self._under_test = under_test
         self._directory, name = _model(config)
         self.config = _resolve_threads(config)
         self._ports = _reserve_ports(config)
@@ -191,6 +199,7 @@ class LocalCluster:
             model_name=self.model,
             log_path=str(self._runtime.logs / f"{router_id}.jsonl"),
             config=replace(self.config, router=router),
+            under_test=self._under_test,
         )
 
     def worker_spec(self, role: Role, worker_id: str) -> WorkerSpec:
@@ -205,6 +214,7 @@ class LocalCluster:
             log_path=str(self._runtime.logs / f"{worker_id}.jsonl"),
             config=self.config,
             kv_key=self._kv_key,
+            under_test=self._under_test,
         )
 
     @property

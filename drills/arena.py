@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -24,6 +24,7 @@ import ray.exceptions
 from deploy.cluster import LocalCluster
 from deploy.runtime import RuntimeDirectory
 from drills.footprint import Footprint, footprint
+from drills.sabotage import Sabotage
 from pdserve.client import Client
 from pdserve.config import Config
 from pdserve.errors import PdserveError, Unavailable
@@ -220,12 +221,12 @@ def arena_of(cluster: LocalCluster) -> Arena:
 class DetachedCluster:
     """A cluster in a process of its own, for faults that its supervisor may not survive."""
 
-    def __init__(self, config: Config, config_file: Path) -> None:
+    def __init__(self, config: Config, config_file: Path, sabotage: Sabotage) -> None:
         """Writes `config` to `config_file` and starts it. Raises Unavailable."""
         self._runtime = RuntimeDirectory(config.cluster.runtime_dir)
         config_file.write_text(_toml(config))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "deploy.cli", "up", "--config", str(config_file)],
+            [sys.executable, "-m", "drills.detached", str(config_file), json.dumps(asdict(sabotage))],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,

@@ -1,6 +1,6 @@
-"""Intentional defects, to show that the drills would find them. For a build under test, never for a cluster in use.
+"""Intentional defects, to show that the drills would find them. For a cluster under test, never for one in use.
 
-Nothing here happens unless a process is started with PDSERVE_BREAK set to one of DEFECTS:
+Nothing here happens unless a process is started with one of DEFECTS (sabotage.py):
 
     fence         nobody tells an old attempt's work from the current one's: a worker goes on for a router that is lost
                   and reports to any other, and a router takes tokens from whoever sends them      -> kill-router
@@ -14,38 +14,24 @@ They replace methods of the running classes, so they may know their insides.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from pdserve import logs
-from pdserve.errors import ConfigError
-
-VARIABLE = "PDSERVE_BREAK"
-DEFECTS = ("fence", "free-early", "repeat-token", "drop-terminal")
 
 _log = logs.logger("defects")
 
 
-def break_router() -> None:
-    """Put the defect that the environment names into this router process; without the variable, nothing."""
-    _install({"fence": _unfence_dispatch, "repeat-token": _repeat_token, "drop-terminal": _drop_terminal})
+def install(defect: str) -> None:
+    """Put one of DEFECTS into this process, whether it is a router's or a worker's."""
+    _log.error("INTENTIONAL DEFECT", defect=defect)
+    DEFECTS[defect]()
 
 
-def break_worker() -> None:
-    """Put the defect that the environment names into this worker process; without the variable, nothing."""
-    _install({"fence": _unfence_worker, "free-early": _free_early})
-
-
-def _install(defects: dict[str, Callable[[], None]]) -> None:
-    name = os.environ.get(VARIABLE)
-    if name is None:
-        return
-    if name not in DEFECTS:
-        raise ConfigError(f"{VARIABLE} = {name!r}: must be one of {', '.join(DEFECTS)}")
-    if name in defects:
-        _log.error("INTENTIONAL DEFECT", defect=name)
-        defects[name]()
+def _unfence() -> None:
+    _unfence_dispatch()
+    _unfence_worker()
 
 
 def _unfence_dispatch() -> None:
@@ -75,18 +61,21 @@ def _unfence_dispatch() -> None:
 
 
 def _unfence_worker() -> None:
-    from worker.process import Worker
-    from worker.session import WorkerSessions
+    from worker.control import Control
 
-    enqueue = WorkerSessions._enqueue
+    send, ended = Control._send, Control.session_ended
 
-    def to_anybody(sessions: Any, router: str, message: Any) -> None:
-        outboxes = sessions._outboxes
-        for each in [router] if router in outboxes else list(outboxes):
-            enqueue(sessions, each, message)
+    def to_anybody(control: Any, router: str, message: Any) -> None:
+        for each in [router] if router in control._sessions else list(control._sessions):
+            send(control, each, message)
 
-    WorkerSessions._enqueue = to_anybody  # type: ignore[method-assign]
-    Worker.router_lost = lambda worker, router: None  # type: ignore[method-assign]
+    def keep_all(control: Any, session: Any) -> None:
+        abort, control._abort = control._abort, lambda owner: None
+        ended(control, session)
+        control._abort = abort
+
+    Control._send = to_anybody  # type: ignore[method-assign]
+    Control.session_ended = keep_all  # type: ignore[method-assign]
 
 
 def _free_early() -> None:
@@ -140,3 +129,8 @@ def _drop_terminal() -> None:
         return [each for each in actions if entry.attempts == 1 or not isinstance(each, End)]
 
     Dispatch._end = silence  # type: ignore[method-assign]
+
+
+DEFECTS: Mapping[str, Callable[[], None]] = MappingProxyType(
+    {"fence": _unfence, "free-early": _free_early, "repeat-token": _repeat_token, "drop-terminal": _drop_terminal}
+)

@@ -1,7 +1,7 @@
-"""Faults on a worker's KV wire that can be switched on and off while it runs. For a build under test.
+"""Faults on a worker's KV wire that can be switched on and off while it runs. For a worker under test.
 
-Nothing here happens unless a worker is started with PDSERVE_FAULTS naming a file. While that file is there, the rules
-in it strike what the worker sends (see kvtransfer.transports.faulty for what they mean):
+Nothing here happens unless a worker is started with a file for it (sabotage.py). While that file is there, the rules in
+it strike what the worker sends (see kvtransfer.transports.faulty for what they mean):
 
     {"seed": 3, "rules": [{"fault": "drop", "frame": "layer", "rate": 0.1}, {"fault": "delay", "seconds": 0.2}]}
 
@@ -20,8 +20,6 @@ from kvtransfer.transports.base import Event, Part, Peer, Transport
 from kvtransfer.transports.faulty import Fault, FaultRule, FaultyTransport
 from pdserve import logs
 from pdserve.clock import Clock
-
-VARIABLE: Final = "PDSERVE_FAULTS"
 
 _FRAMES: Final = {
     name.__name__.lower(): name

@@ -19,6 +19,7 @@ from drills.far_worker import write_spec
 from drills.faults import process_of
 from drills.load import background
 from drills.phases import PHASE_TIMEOUT_S
+from drills.sabotage import Sabotage
 from drills.stage import Round, Stage
 from drills.workers import DETECT_TIMEOUT_S, MID_DECODE, MID_TOKENS
 from pdserve.errors import Unavailable
@@ -66,10 +67,10 @@ class FarNetwork:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def start_worker(self, cluster: LocalCluster, directory: Path) -> None:
+    def start_worker(self, cluster: LocalCluster, sabotage: Sabotage, directory: Path) -> None:
         """One more decode worker of the cluster, behind the link. Raises Unavailable where it does not join."""
         file = directory / "far.json"
-        write_spec(cluster.worker_spec(Role.DECODE, FAR_WORKER), file)
+        write_spec(cluster.worker_spec(Role.DECODE, FAR_WORKER), sabotage, file)
         command = [sys.executable, "-m", "drills.far_worker", str(file)]
         self._worker = subprocess.Popen(
             [*self._enter(), *command], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL

@@ -6,23 +6,22 @@ Drills that want the same cluster share one; after a drill that left it damaged,
 from __future__ import annotations
 
 import contextlib
-import os
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
 from deploy.cluster import LocalCluster
 from deploy.termination import exit_on_signals
-from drills import faulty_wire
 from drills.arena import Arena, DetachedCluster, arena_of
 from drills.catalogue import Drill
 from drills.load import Recording
 from drills.nodes import SECOND_WORKERS, SecondNode
 from drills.partition import FarNetwork
+from drills.sabotage import Sabotage
 from drills.second_node import PLACES
 from drills.stage import Progress, References, Round, Settings, Stage
 from drills.timeline import Panel, Row
@@ -55,12 +54,12 @@ class Clusters(Protocol):
 class OwnClusters:
     """Starts the clusters that drills ask for, one at a time. A context manager."""
 
-    def __init__(self, config: Config, progress: Progress, environment: Mapping[str, str] | None = None) -> None:
-        """`config`: what they have in common; `environment`: of all their processes, for intentional defects."""
+    def __init__(self, config: Config, progress: Progress, defect: str = "") -> None:
+        """`config`: what they have in common; `defect`: one to put into all their processes, of drills.defects."""
         self.own = True
         self._config = config
         self._progress = progress
-        self._environment = environment or {}
+        self._sabotage = Sabotage(defect)
         self._open = contextlib.ExitStack()
         self._arena: Arena | None = None
         self._serves = ""
@@ -90,16 +89,16 @@ class OwnClusters:
         runtime = {"cluster": {"runtime_dir": f"{directory}/run"}}
         config = self._config.override(drill.changes, drill.name).override(runtime, drill.name)
         faults_file = Path(directory) / "faults.json"
-        wire = {faulty_wire.VARIABLE: str(faults_file)} if drill.faulty_wire else {}
-        self._open.enter_context(_environment({**self._environment, **wire}))
+        sabotage = replace(self._sabotage, faults_file=str(faults_file)) if drill.faulty_wire else self._sabotage
         if drill.detached:
-            arena = self._open.enter_context(DetachedCluster(config, Path(directory) / "config.toml")).arena()
+            config_file = Path(directory) / "config.toml"
+            arena = self._open.enter_context(DetachedCluster(config, config_file, sabotage)).arena()
         else:
             network = self._open.enter_context(FarNetwork()) if drill.far_worker else None
-            cluster = self._open.enter_context(LocalCluster(config, lambda stage: exit_on_signals()))
+            cluster = self._open.enter_context(LocalCluster(config, lambda stage: exit_on_signals(), sabotage))
             node = self._second_node(cluster) if drill.second_node else None
             if network is not None:
-                network.start_worker(cluster, Path(directory))
+                network.start_worker(cluster, sabotage, Path(directory))
             arena = arena_of(cluster)
             arena.node, arena.network = node, network
         arena.faults_file = faults_file if drill.faulty_wire else None
@@ -189,18 +188,3 @@ def _row(recording: Recording, failed_over: bool) -> Row:
         failed=recording.result is None,
         failed_over=failed_over,
     )
-
-
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """What processes started meanwhile inherit."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

@@ -1,4 +1,4 @@
-"""What prefill and decode workers share: blocks, scheduling, sampling and the step loop. Runs without Ray.
+"""What prefill and decode workers share: blocks, scheduling and the step loop, above the executor port.
 
-Torch-free: blocks, sequence, plan, scheduler, randomness. On top of them: kv_store, sampler, runner, engine.
+Nothing here knows tensors, bytes, sockets or processes: what computes is behind `engine.executor`.
 """

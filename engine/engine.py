@@ -1,8 +1,8 @@
-"""The engine: one model, its blocks, and the loop of steps. A plain object that runs without Ray.
+"""The engine: the blocks of one executor, and the loop of steps. A plain object that runs without Ray.
 
 One thread steps it; every other thread only enqueues commands, which are carried out between steps:
 
-    drain the inbox  ->  plan (scheduler)  ->  run (runner)  ->  accept the sampled tokens
+    drain the inbox  ->  plan (scheduler)  ->  run (executor)  ->  accept the sampled tokens  ->  tell the listener
 
 A sequence's lease is returned in one place, `_settle`: when it has ended and no transfer reads or writes its blocks.
 """
@@ -14,12 +14,11 @@ from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 
 from engine.blocks import BlockPool
+from engine.events import Aborting, Ended, EngineEvent, EngineListener, Leased, Preempted, Tokens
+from engine.executor import Executor
 from engine.plan import StepPlan
 from engine.scheduler import Scheduler
 from engine.sequence import KVSource, Phase, Sequence
-from model.decoder import Decoder
-from model.kv_store import KVStore, SequenceKV
-from model.runner import Runner
 from pdserve import logs
 from pdserve.config import EngineConfig
 from pdserve.errors import InternalError, InvalidArgument, PdserveError
@@ -33,38 +32,34 @@ SWITCH_INTERVAL_S = 0.0005
 
 
 class Engine:
-    """Steps sequences over one model. Methods marked "any thread" only enqueue."""
+    """Steps sequences over one executor. Methods marked "any thread" only enqueue."""
 
-    def __init__(self, decoder: Decoder, store: KVStore, config: EngineConfig, max_model_len: int) -> None:
-        self.decoder = decoder
-        self.store = store
-        self.max_model_len = max_model_len
-        self._pool = BlockPool(store.shape.block_count, store.shape.block_tokens)
+    def __init__(
+        self,
+        executor: Executor,
+        config: EngineConfig,
+        max_model_len: int,
+        listener: EngineListener,
+        pool: BlockPool | None = None,
+    ) -> None:
+        """`pool`: the books of the executor's blocks, for who wants to watch them; by default one of its own."""
+        capacity = executor.capacity
+        self.limits = ModelLimits(capacity.vocab_size, max_model_len, capacity.pool_tokens)
+        self._executor = executor
+        self._eos_token_ids = capacity.eos_token_ids
+        self._listener = listener
+        self._pool = BlockPool(capacity.block_count, capacity.block_tokens) if pool is None else pool
         self._scheduler = Scheduler(self._pool, config.max_step_tokens, config.max_running)
-        self._runner = Runner(decoder, store)
         self._sequences: dict[Owner, Sequence] = {}
         self._expected: dict[Owner, list[Sequence]] = {}  # not submitted yet; who waits for their prompt's KV
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._after_step: list[Callable[[], None]] = []
+        self._events: list[EngineEvent] = []  # since the listener was last told
         self._stalled = False  # the last plan was empty: only a command can change that
-
-    @property
-    def limits(self) -> ModelLimits:
-        shape = self.store.shape
-        return ModelLimits(
-            vocab_size=self.decoder.config.vocab_size,
-            max_model_len=self.max_model_len,
-            pool_tokens=shape.block_count * shape.block_tokens,
-        )
-
-    def add_after_step(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called after every step and inbox round. Only before the first step."""
-        self._after_step.append(callback)
 
     # Commands: any thread.
 
     def submit(self, sequence: Sequence) -> None:
-        """Queue a new sequence. Its sink hears of everything that follows."""
+        """Queue a new sequence. Its owner must have no other one here."""
         self._inbox.put(lambda: self._submit(sequence))
 
     def expect(self, owner: Owner) -> None:
@@ -92,14 +87,6 @@ class Engine:
         """No transfer reads or writes the sequence's blocks any more."""
         self._inbox.put(lambda: self._unpin(owner))
 
-    def call(self, command: Callable[[], None]) -> None:
-        """Run `command` on the engine's thread between two steps."""
-        self._inbox.put(command)
-
-    def sequence_kv(self, sequence: Sequence) -> SequenceKV:
-        """A view of a leased sequence's KV. Valid while it is pinned or running."""
-        return SequenceKV(self.store, sequence.blocks)
-
     # The loop: the engine's thread.
 
     def step(self, wait_s: float = 0.0) -> bool:
@@ -107,25 +94,31 @@ class Engine:
         worked = self._drain_inbox(0.0 if self._scheduler.has_work() and not self._stalled else wait_s)
         plan = self._scheduler.plan()
         self._stalled = not plan.slices and not plan.leased
-        for sequence in plan.preempted:
-            sequence.sink.on_preempted(sequence)
-        for sequence in plan.leased:
-            if sequence.pinned:
-                sequence.sink.on_leased(sequence)
+        if self._note_leases(plan):
+            self._tell()
         if plan.slices:
             self._run(plan)
         if worked or plan.slices or plan.leased:
-            for callback in self._after_step:
-                callback()
+            self._tell()
+            if self.idle():
+                self.check_integrity()
             return True
         return False
+
+    def has_commands(self) -> bool:
+        """Whether a command waits to be carried out. Any thread."""
+        return not self._inbox.empty()
+
+    def has_work(self) -> bool:
+        """Whether a sequence runs, or waits for blocks. The engine's thread."""
+        return self._scheduler.has_work()
 
     def idle(self) -> bool:
         """No sequence is left, and none is expected. The engine's thread."""
         return not self._sequences and not self._expected
 
     def load(self) -> Load:
-        """A snapshot for the routers. The engine's thread (see `call`)."""
+        """A snapshot for the routers. The engine's thread; the listener gets it with the events."""
         running = self._scheduler.running_count
         queued = self._scheduler.waiting_count + self._scheduler.receiving_count
         return Load(queued=queued, running=running, blocks=self._pool.counts())
@@ -146,33 +139,49 @@ class Engine:
             command()
             worked, wait_s = True, 0.0
 
+    def _note_leases(self, plan: StepPlan) -> bool:
+        """Who got blocks and who lost them; whether the listener should know before the step is computed."""
+        known = len(self._events)
+        self._events += [Preempted(sequence.owner) for sequence in plan.preempted]
+        for sequence in plan.leased:
+            if sequence.outlet is not None:
+                sequence.outlet.opened(self._executor.sequence_kv(sequence))
+            if sequence.phase is Phase.RECEIVING:
+                self._events.append(Leased(sequence.owner, self._executor.sequence_kv(sequence)))
+        return len(self._events) > known
+
+    def _tell(self) -> None:
+        events, self._events = tuple(self._events), []
+        self._listener.on_engine(events, self.load())
+
     def _run(self, plan: StepPlan) -> None:
         try:
-            sampled = self._runner.run(plan)
+            sampled = self._executor.run(plan)
         except Exception as error:  # noqa: BLE001 - the loop's supervisor: a failed step must end its requests, not the worker
             _log.exception("step failed", sequences=len(plan.slices), tokens=plan.token_count)
             failure = InternalError(f"a step failed: {type(error).__name__}: {error}")
-            for part in plan.slices:
-                self._abort(part.sequence.owner, failure)
+            for slice_ in plan.slices:
+                self._abort(slice_.sequence.owner, failure)
             return
-        for part in plan.slices:
-            part.sequence.computed = part.stop
-            self._fork_followers(part.sequence)
+        for slice_ in plan.slices:
+            slice_.sequence.computed = slice_.stop
+            self._fork_followers(slice_.sequence)
         for result in sampled:
             if isinstance(result.token, InternalError):
-                self._abort(result.part.sequence.owner, result.token)
+                self._abort(result.slice.sequence.owner, result.token)
             else:
-                self._accept(result.part.sequence, [result.token])
+                self._accept(result.slice.sequence, [result.token])
 
     def _accept(self, sequence: Sequence, tokens: ListLike[SampledToken]) -> None:
         finish: Finish | None = None
         accepted: list[SampledToken] = []
         for token in tokens:
-            finish = sequence.accept(token.token_id, self.decoder.config.eos_token_ids)
+            finish = sequence.accept(token.token_id, self._eos_token_ids)
             accepted.append(token)
             if finish:
                 break
-        sequence.sink.on_tokens(sequence, accepted)
+        first_position = sequence.output_count - len(accepted)
+        self._events.append(Tokens(sequence.owner, first_position, tuple(accepted)))
         if sequence.stops_after_prefill:
             self._end(sequence, None)
         elif finish:
@@ -180,12 +189,13 @@ class Engine:
 
     def _submit(self, sequence: Sequence) -> None:
         if sequence.owner in self._sequences:
-            sequence.sink.on_end(sequence, InternalError(f"owner {sequence.owner} was submitted twice"))
+            # What an event says of this owner is said of the first one, which goes on.
+            _log.error("an owner was submitted twice", owner=sequence.owner)
             return
         problem = self._misfit(sequence)
         if problem is not None:
             self._forget(sequence.owner)
-            sequence.sink.on_end(sequence, problem)
+            self._events.append(Ended(sequence.owner, problem))
             return
         self._sequences[sequence.owner] = sequence
         sequence.followers = self._expected.pop(sequence.owner, [])
@@ -217,15 +227,15 @@ class Engine:
         followers, leader.followers = leader.followers, []
         for follower in followers:
             if self._scheduler.fork(leader, follower):
-                last, tokens = divmod(leader.prompt_count - 1, self.store.shape.block_tokens)
+                last, tokens = divmod(leader.prompt_count - 1, self._pool.block_tokens)
                 if tokens:
-                    self.store.copy(leader.blocks[last], follower.blocks[last], tokens)
+                    self._executor.copy_block(leader.blocks[last], follower.blocks[last], tokens)
             else:
                 self._scheduler.add(follower)
 
     def _misfit(self, sequence: Sequence) -> InvalidArgument | None:
         """What the router should have refused: a sequence that could never end here."""
-        longest = min(self.max_model_len, self.limits.pool_tokens)
+        longest = min(self.limits.max_model_len, self.limits.pool_tokens)
         if not 0 < sequence.known < longest:
             return InvalidArgument("prompt", f"has {sequence.known} tokens: must be between 1 and {longest - 1}")
         room = longest - sequence.prompt_count
@@ -273,13 +283,14 @@ class Engine:
         for follower in sequence.followers:  # it ended before its prompt was ready
             self._scheduler.add(follower)
         sequence.followers = []
-        leader = self._leader(sequence)
-        for waiting in (leader.followers if leader is not None else [], self._expected.get(sequence.shares, [])):
-            if sequence in waiting:
-                waiting.remove(sequence)
+        if sequence.shares is not None:
+            leader = self._sequences.get(sequence.shares)
+            for waiting in (leader.followers if leader is not None else [], self._expected.get(sequence.shares, [])):
+                if sequence in waiting:
+                    waiting.remove(sequence)
         sequence.outcome = outcome
         if sequence.pinned and isinstance(outcome, PdserveError):
-            sequence.sink.on_abort(sequence, outcome)
+            self._events.append(Aborting(sequence.owner, outcome))
         self._settle(sequence)
 
     def _settle(self, sequence: Sequence) -> None:
@@ -287,4 +298,4 @@ class Engine:
         if sequence.phase is Phase.ENDED and not sequence.pinned:
             self._pool.give_back(sequence.owner)
             del self._sequences[sequence.owner]
-            sequence.sink.on_end(sequence, sequence.outcome)
+            self._events.append(Ended(sequence.owner, sequence.outcome))

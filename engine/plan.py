@@ -32,4 +32,4 @@ class StepPlan:
 
     @property
     def token_count(self) -> int:
-        return sum(part.count for part in self.slices)
+        return sum(slice_.count for slice_ in self.slices)

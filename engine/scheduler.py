@@ -97,7 +97,7 @@ class Scheduler:
                 slices.append(_next_slice(sequence, budget))
                 budget -= 1
         # A sequence planned early in this loop can have been preempted by an older one after it.
-        slices = [part for part in slices if part.sequence.phase is Phase.RUNNING]
+        slices = [slice_ for slice_ in slices if slice_.sequence.phase is Phase.RUNNING]
         for sequence in self._running:
             if budget > 0 and sequence.pending > 1:
                 slices.append(_next_slice(sequence, budget))
@@ -129,7 +129,7 @@ class Scheduler:
         return admitted
 
     def _start(self, sequence: Sequence) -> None:
-        sequence.pinned = sequence.exports_kv or sequence.source is KVSource.DELIVERED
+        sequence.pinned = sequence.outlet is not None or sequence.source is KVSource.DELIVERED
         if sequence.source is KVSource.DELIVERED:
             sequence.phase = Phase.RECEIVING
             self._receiving.append(sequence)

@@ -20,7 +20,7 @@ from enum import Enum
 from typing import Protocol
 
 from pdserve.errors import PdserveError
-from pdserve.types import Finish, Owner, SampledToken, SamplingParams
+from pdserve.types import Finish, Owner, SamplingParams
 
 
 class Phase(Enum):
@@ -37,39 +37,37 @@ class KVSource(Enum):
     DELIVERED = "delivered"  # another worker sends it
 
 
-class Sink(Protocol):
-    """Told what happens to a sequence, on the engine's thread. Must only note or enqueue, never block."""
+class SequenceKV(Protocol):
+    """One sequence's KV by layer and token range, in canonical form (pdserve.kv_format). Used by a transfer, on its own
+    thread, while the sequence is pinned."""
 
-    def on_leased(self, sequence: Sequence) -> None:
-        """Its blocks are leased: `sequence.blocks`."""
+    def read_into(self, layer: int, start: int, stop: int, out: memoryview) -> None:
+        """Copy the canonical bytes of tokens [start, stop) of a layer into `out`, which has room for just these."""
         ...
 
-    def on_layer(self, sequence: Sequence, layer: int, start: int, stop: int) -> None:
-        """The KV of tokens [start, stop) of a layer is in its blocks (only where `exports_kv`)."""
+    def write(self, layer: int, start: int, stop: int, payload: memoryview) -> None:
+        """Copy canonical bytes into the sequence's blocks."""
         ...
 
-    def on_preempted(self, sequence: Sequence) -> None:
-        """It has lost its blocks; all its KV will be computed again, here."""
+
+class KVOutlet(Protocol):
+    """Where a sequence's KV leaves while it is computed: a prefill worker's way to the wire. Called on the engine's
+    thread; must only enqueue, never block."""
+
+    def opened(self, kv: SequenceKV) -> None:
+        """Its blocks are leased, and pinned: what is ready may be read through `kv` until it is unpinned."""
         ...
 
-    def on_tokens(self, sequence: Sequence, tokens: ListLike[SampledToken]) -> None:
-        """Tokens were appended to its output."""
-        ...
-
-    def on_abort(self, sequence: Sequence, error: PdserveError) -> None:
-        """It was aborted but is pinned: bring its transfer to an end, then unpin it."""
-        ...
-
-    def on_end(self, sequence: Sequence, outcome: Finish | PdserveError | None) -> None:
-        """It has ended and its lease is returned. None: a prefill whose KV was handed over."""
+    def layer_ready(self, layer: int, start: int, stop: int) -> None:
+        """The KV of tokens [start, stop) of a layer is in its blocks."""
         ...
 
 
 class Sequence:
     """`prompt_ids` and `output_ids` stay apart: every parameter refers to the border between them.
 
-    `stops_after_prefill`: the sequence ends with the first sampled token (a prefill worker's). `exports_kv`: its sink
-    is told of each layer. `shares`: a sequence of the same prompt, whose KV of it this one takes over if it can.
+    `stops_after_prefill`: the sequence ends with the first sampled token (a prefill worker's). `outlet`: where its KV
+    leaves while it is computed. `shares`: a sequence of the same prompt, whose KV of it this one takes over if it can.
     """
 
     def __init__(
@@ -78,20 +76,18 @@ class Sequence:
         prompt_ids: ListLike[int],
         output_ids: ListLike[int],
         params: SamplingParams,
-        sink: Sink,
         *,
         source: KVSource = KVSource.COMPUTED,
         stops_after_prefill: bool = False,
-        exports_kv: bool = False,
+        outlet: KVOutlet | None = None,
         index: int = 0,
         shares: Owner | None = None,
     ) -> None:
         self.owner = owner
         self.params = params
-        self.sink = sink
         self.source = source
         self.stops_after_prefill = stops_after_prefill
-        self.exports_kv = exports_kv
+        self.outlet = outlet
         self.index = index
         self.shares = shares
         self.followers: list[Sequence] = []  # those that wait for this one's prompt

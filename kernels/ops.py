@@ -14,28 +14,58 @@ Shapes: M rows of a step, Hq query heads, Hkv key/value heads, D head size.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from pdserve.kv_format import KVFormat
+
+# A received frame's memory is read-only. It is only read from, which torch cannot know.
+warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
+
+_ITEM_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def item_of(dtype: torch.dtype) -> str:
+    """The item type of a KVFormat whose K and V torch holds as `dtype`."""
+    return next(item for item, stored_as in _ITEM_DTYPES.items() if stored_as is dtype)
+
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
     """What a paged KV cache is made of. A slot is one token's place: block * block_tokens + offset."""
 
-    layer_count: int
+    format: KVFormat
     block_count: int
     block_tokens: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes of one block over all layers, K and V."""
-        return 2 * self.layer_count * self.block_tokens * self.kv_heads * self.head_dim * self.dtype.itemsize
+    def layer_count(self) -> int:
+        return self.format.layer_count
+
+    @property
+    def slot_count(self) -> int:
+        return self.block_count * self.block_tokens
+
+    @property
+    def kv_heads(self) -> int:
+        return self.format.kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.format.head_dim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What K and V are rounded to when they are written."""
+        return _ITEM_DTYPES[self.format.item]
+
+    def canonical(self, buffer: memoryview, token_count: int) -> torch.Tensor:
+        """The canonical bytes of a range, as `Kernels.read_kv` yields them: [2, T, Hkv, D], in the same memory."""
+        return torch.frombuffer(buffer, dtype=self.dtype).view(2, token_count, self.kv_heads, self.head_dim)
 
 
 @dataclass(frozen=True, slots=True)

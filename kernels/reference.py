@@ -115,8 +115,7 @@ class ReferenceKernels:
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
     def make_cache(self, shape: CacheShape) -> ReferenceCache:
-        slot_count = shape.block_count * shape.block_tokens
-        size = (shape.layer_count, slot_count, shape.kv_heads, shape.head_dim)
+        size = (shape.layer_count, shape.slot_count, shape.kv_heads, shape.head_dim)
         return ReferenceCache(shape, torch.empty(size, dtype=shape.dtype), torch.empty(size, dtype=shape.dtype))
 
     def write_kv(

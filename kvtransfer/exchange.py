@@ -28,7 +28,7 @@ from kvtransfer.frames import (
     decode,
 )
 from kvtransfer.incoming import IncomingTransfer, OnNeedBlocks, OnReceived, OnSenderLost
-from kvtransfer.layout import KVReader, KVWriter
+from kvtransfer.kv_access import KVReader, KVWriter
 from kvtransfer.outgoing import OnSent, OutgoingTransfer
 from kvtransfer.port import FramePort
 from kvtransfer.receiver import Expectation
@@ -89,27 +89,25 @@ class Exchange:
 
     # Commands.
 
-    def open_outgoing(self, offer: Open, ticket: Ticket, reader: KVReader, on_end: OnSent, queued: bool) -> None:
-        problem = self._guard(partial(self._add_outgoing, offer, ticket, reader, on_end))
+    def open_outgoing(self, offer: Open, ticket: Ticket, on_end: OnSent) -> None:
+        problem = self._guard(partial(self._add_outgoing, offer, ticket, on_end))
         if problem is not None:
             self._stats.transfers_failed += 1
             self._guard(partial(on_end, problem))
-        elif not queued:
-            self.start_outgoing(offer.transfer)
 
-    def _add_outgoing(self, offer: Open, ticket: Ticket, reader: KVReader, on_end: OnSent) -> None:
+    def _add_outgoing(self, offer: Open, ticket: Ticket, on_end: OnSent) -> None:
         if offer.transfer in self._outgoing:
             raise AlreadyExists(f"transfer {offer.transfer.hex()} is being sent already")
         now = self._clock.now()
         timing = Timing.from_config(self._config, ticket.ttl_ms)
         peer = self._transport.connect(ticket.endpoint)
         self._outgoing[offer.transfer] = OutgoingTransfer(
-            offer, timing, self._config.integrity, peer, reader, on_end, self._port, self._stats, self._trace, now
+            offer, timing, self._config.integrity, peer, on_end, self._port, self._stats, self._trace, now
         )
         self._connections.setdefault(peer, _Connection(users=0, idle_since=now)).users += 1
 
-    def start_outgoing(self, transfer_id: bytes) -> None:
-        self._to_outgoing(transfer_id, lambda transfer, now: transfer.start(now))
+    def start_outgoing(self, transfer_id: bytes, reader: KVReader) -> None:
+        self._to_outgoing(transfer_id, lambda transfer, now: transfer.start(reader, now))
 
     def layer_ready(self, transfer_id: bytes, layer: int, start: int, stop: int) -> None:
         self._to_outgoing(transfer_id, lambda transfer, now: transfer.layer_ready(layer, start, stop, now))

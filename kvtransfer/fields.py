@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvtransfer.layout import ITEM_BYTES, KVLayout
+from pdserve.kv_format import KVFormat
 from pdserve.types import SampledToken
 
 MAX_RANGES = 1024  # of one NACK; a receiver that misses more asks again
@@ -67,18 +67,14 @@ def flag() -> Field:
 
 
 def layout() -> Field:
-    """[layer count, KV heads, head dimension, dtype]."""
+    """A KVFormat: [layer count, KV heads, head dimension, item type]."""
 
-    def unpack(value: Any) -> KVLayout:
-        layers, heads, dimension, dtype = _array(value, 4, 4)
-        if 0 in (_u16.unpack(layers), _u16.unpack(heads), _u16.unpack(dimension)):
-            raise ValueError(f"{value!r:.60} is an empty layout")
-        if type(dtype) is not str or dtype not in ITEM_BYTES:
-            raise ValueError(f"{dtype!r:.40} is none of {', '.join(ITEM_BYTES)}")
-        return KVLayout(layers, heads, dimension, dtype)
+    def unpack(value: Any) -> KVFormat:
+        layers, heads, dimension, item = _array(value, 4, 4)
+        return KVFormat(_u16.unpack(layers), _u16.unpack(heads), _u16.unpack(dimension), _item.unpack(item))
 
-    def pack(value: KVLayout) -> list[Any]:
-        packed = [value.layer_count, value.kv_heads, value.head_dim, value.dtype]
+    def pack(value: KVFormat) -> list[Any]:
+        packed = [value.layer_count, value.kv_heads, value.head_dim, value.item]
         unpack(tuple(packed))
         return packed
 
@@ -113,6 +109,7 @@ def sampled_tokens() -> Field:
 
 _u16 = uint(16)
 _u32 = uint(32)
+_item = text(32)
 
 
 def _array(value: Any, min_items: int, max_items: int) -> tuple[Any, ...]:

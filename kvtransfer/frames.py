@@ -9,13 +9,13 @@ A message has one part, or two where the type carries a payload:
 
     every type      magic "pdkv", version 1, type (u8), transfer (16 bytes), epoch (u32)
 
-    1 OPEN    ->    layout [layers, kv heads, head dim, dtype], model (identity of what the KV depends on),
+    1 OPEN    ->    layout [layers, kv heads, head dim, item type], model (identity of what the KV depends on),
                     prompt_hash (16 bytes, over the token ids), token_start, token_stop (what will be sent: the
                     half-open range), block_tokens (granularity of COMMIT's list, nobody's physical block size),
                     max_frame_bytes (of a LAYER's payload)
     2 LAYER   ->    layer, token_start, token_stop, spent (u64: credit used up with this frame, see credit.py),
                     payload_bytes, checksum (u64, of the payload: over the hashes of its blocks, see integrity.py)
-                    payload: canonical KV of these tokens (layout.py)
+                    payload: canonical KV of these tokens (pdserve/kv_format.py)
     3 COMMIT  ->    tokens [[token id, logprob or nil, [[token id, logprob], ...]], ...], payload_bytes, checksum
                     (xxh3-64 of the payload)
                     payload: u64 LE a (layer, block), layer-major (integrity.py)
@@ -44,9 +44,9 @@ from xxhash import xxh3_64_intdigest
 
 from kvtransfer import fields
 from kvtransfer.fields import Field, LayerRange
-from kvtransfer.layout import KVLayout
 from pdserve.config import MAX_FRAME_BYTES
 from pdserve.errors import ProtocolError
+from pdserve.kv_format import KVFormat
 from pdserve.types import SampledToken
 
 MAGIC: Final = "pdkv"
@@ -71,7 +71,7 @@ class FrameError(ProtocolError):
 class Open:
     transfer: bytes
     epoch: int
-    layout: KVLayout
+    layout: KVFormat
     model: bytes
     prompt_hash: bytes
     token_start: int

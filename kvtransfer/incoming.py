@@ -24,7 +24,7 @@ from kvtransfer.actions import (
 from kvtransfer.failure import abort_frame
 from kvtransfer.frames import Commit, Frame, Layer, Open, Ping, Received
 from kvtransfer.integrity import Hashes, hashes_of
-from kvtransfer.layout import KVWriter, ScratchReader
+from kvtransfer.kv_access import KVWriter, ScratchReader
 from kvtransfer.port import FramePort
 from kvtransfer.receiver import Expectation, Receiver
 from kvtransfer.stats import LinkStats

@@ -91,7 +91,7 @@ class BlockHashes:
     def _absorb(self, layer: int, start: int, stop: int, payload: memoryview) -> list[int]:
         """The hashes of the pieces of [start, stop). Those of whole blocks are kept."""
         row, size = self._offer.layout.row_bytes, self._offer.block_tokens
-        keys, values = payload[: (stop - start) * row], payload[(stop - start) * row :]
+        keys, values = self._offer.layout.rows(payload)
         borders = [start, *range(start - start % size + size, stop, size), stop]
         seed = self._seed ^ layer << 48  # layer, place and length are 64 bits: no two seeds of a transfer are equal
         pieces: list[int] = []

@@ -33,7 +33,7 @@ from kvtransfer.exchange import Exchange
 from kvtransfer.frames import MAX_PAYLOAD_BYTES, TRANSFER_ID_BYTES, Open
 from kvtransfer.incoming import OnNeedBlocks, OnReceived, OnSenderLost
 from kvtransfer.integrity import BLOCK_TOKENS, hash_tokens
-from kvtransfer.layout import KVLayout, KVReader, KVWriter
+from kvtransfer.kv_access import KVReader, KVWriter
 from kvtransfer.outgoing import OnSent
 from kvtransfer.receiver import Expectation
 from kvtransfer.stats import LinkStats
@@ -41,6 +41,7 @@ from kvtransfer.transports.base import Transport
 from pdserve.clock import Clock
 from pdserve.config import TransferConfig
 from pdserve.errors import ConfigError, PdserveError, ResourceExhausted, TransferError, Unavailable
+from pdserve.kv_format import KVFormat
 from pdserve.logs import Logger
 from pdserve.tracing import Trace
 from pdserve.types import Owner, SampledToken, Ticket
@@ -56,13 +57,13 @@ class Link:
     """See the module's docstring. `model`: identity of all that the KV depends on besides the tokens.
 
     Takes the transport over and closes it. `max_transfers` bounds each direction. Transfer ids come from
-    `random_bytes`. Raises ConfigError where the limits of `config` do not fit the layout.
+    `random_bytes`. Raises ConfigError where the limits of `config` do not fit the format.
     """
 
     def __init__(
         self,
         transport: Transport,
-        layout: KVLayout,
+        kv_format: KVFormat,
         model: bytes,
         config: TransferConfig,
         clock: Clock,
@@ -72,9 +73,9 @@ class Link:
         max_transfers: int = 256,
         random_bytes: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
-        _check_limits(layout, config)
+        _check_limits(kv_format, config)
         self._transport = transport
-        self._layout = layout
+        self._format = kv_format
         self._model = model
         self._config = config
         self._clock = clock
@@ -130,21 +131,18 @@ class Link:
         owner: Owner,
         token_ids: Sequence[int],
         token_stop: int,
-        reader: KVReader,
         on_end: OnSent,
-        *,
-        queued: bool = False,
     ) -> None:
         """Send the KV of tokens [ticket.cached_tokens, token_stop) to the ticket's issuer.
 
-        `token_ids`: prompt and accepted output, of which the KV is computed. `queued`: only keep the ticket alive, and
-        open the transfer at `start_sender` or the first `layer_ready`. `on_end(None)`: the receiver has verified
-        everything. Raises ResourceExhausted or Unavailable (not running), and then `on_end` is not called.
+        `token_ids`: prompt and accepted output, of which the KV is computed. Until `start_sender` the ticket is only
+        kept alive. `on_end(None)`: the receiver has verified everything. Raises ResourceExhausted or Unavailable (not
+        running), and then `on_end` is not called.
         """
         offer = Open(
             transfer=ticket.transfer_id,
             epoch=ticket.epoch,
-            layout=self._layout,
+            layout=self._format,
             model=self._model,
             prompt_hash=hash_tokens(token_ids),
             token_start=ticket.cached_tokens,
@@ -153,12 +151,12 @@ class Link:
             max_frame_bytes=self._config.max_frame_bytes,
         )
         counted = self._outgoing.take_until(on_end)
-        self._accept(partial(self._exchange.open_outgoing, offer, ticket, reader, counted, queued), self._outgoing)
+        self._accept(partial(self._exchange.open_outgoing, offer, ticket, counted), self._outgoing)
         self._log.debug("sending KV", owner=str(owner), transfer=offer.transfer.hex(), endpoint=ticket.endpoint)
 
-    def start_sender(self, transfer_id: bytes) -> None:
-        """The turn of a queued sender has come."""
-        self._post(partial(self._exchange.start_outgoing, transfer_id))
+    def start_sender(self, transfer_id: bytes, reader: KVReader) -> None:
+        """Its turn has come: open the transfer. What is ready from now on is read through `reader`."""
+        self._post(partial(self._exchange.start_outgoing, transfer_id, reader))
 
     def layer_ready(self, transfer_id: bytes, layer: int, start: int, stop: int) -> None:
         """Tokens [start, stop) of a layer are computed, and stay readable until `on_end`.
@@ -199,7 +197,7 @@ class Link:
         expected = Expectation(
             transfer=self._random_bytes(TRANSFER_ID_BYTES),
             epoch=_FIRST_EPOCH,
-            layout=self._layout,
+            layout=self._format,
             model=self._model,
             prompt_hash=hash_tokens(token_ids),
             token_start=cached_tokens,
@@ -314,8 +312,8 @@ class _Places:
             self.taken -= 1
 
 
-def _check_limits(layout: KVLayout, config: TransferConfig) -> None:
-    token_bytes, frame_bytes = layout.payload_bytes(1), config.max_frame_bytes
+def _check_limits(kv_format: KVFormat, config: TransferConfig) -> None:
+    token_bytes, frame_bytes = kv_format.payload_bytes(1), config.max_frame_bytes
     if not token_bytes <= frame_bytes <= min(config.window_bytes, MAX_PAYLOAD_BYTES):
         raise ConfigError(
             f"transfer.max_frame_bytes = {frame_bytes}: must be at least one token's KV of a layer ({token_bytes}) and "

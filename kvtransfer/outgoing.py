@@ -11,7 +11,7 @@ from dataclasses import replace
 from kvtransfer.actions import Failed, Finished, Send, SendCommit, SenderAction, SendLayer
 from kvtransfer.frames import Commit, Frame, Open
 from kvtransfer.integrity import Hashes, hashes_of
-from kvtransfer.layout import KVReader, ScratchReader
+from kvtransfer.kv_access import KVReader, ScratchReader
 from kvtransfer.port import FramePort
 from kvtransfer.sender import Sender
 from kvtransfer.stats import LinkStats
@@ -33,7 +33,6 @@ class OutgoingTransfer:
         timing: Timing,
         integrity: bool,
         peer: Peer,
-        reader: KVReader,
         on_end: OnSent,
         port: FramePort,
         stats: LinkStats,
@@ -44,8 +43,8 @@ class OutgoingTransfer:
         self._sender = Sender(offer, timing, now)
         self._offer = offer
         self._name = offer.transfer.hex()
-        self._reader: KVReader | None = reader
-        self._reread: ScratchReader | None = ScratchReader(reader, offer.layout)
+        self._reader: KVReader | None = None  # until it starts
+        self._reread: ScratchReader | None = None
         self._hashes: Hashes | None = hashes_of(offer, integrity)
         self._opened = False
         self._on_end = on_end
@@ -60,8 +59,12 @@ class OutgoingTransfer:
     def next_deadline(self) -> float:
         return self._sender.next_deadline()
 
-    def start(self, now: float) -> None:
-        self._run(self._sender.start(now))
+    def start(self, reader: KVReader, now: float) -> None:
+        """Only the first call counts: who sends a ticket twice has two readers."""
+        if self._reader is None and not self.ended:
+            self._reader = reader
+            self._reread = ScratchReader(reader, self._offer.layout)
+            self._run(self._sender.start(now))
 
     def layer_ready(self, layer: int, start: int, stop: int, now: float) -> None:
         self._run(self._sender.layer_ready(layer, start, stop, now))

@@ -55,11 +55,11 @@ from kvtransfer.frames import (
     Ping,
 )
 from kvtransfer.integrity import block_range, list_bytes
-from kvtransfer.layout import KVLayout
 from kvtransfer.ranges import RangeSet
 from kvtransfer.timing import Silence, Timing
 from pdserve.config import TransferConfig
 from pdserve.errors import DataLoss, FailedPrecondition, PdserveError, ProtocolError, TransferError
+from pdserve.kv_format import KVFormat
 from pdserve.types import SampledToken
 
 MAX_REPAIR_ROUNDS = 8  # of COMMITs whose list does not match what is stored
@@ -83,7 +83,7 @@ class Expectation:
 
     transfer: bytes
     epoch: int
-    layout: KVLayout
+    layout: KVFormat
     model: bytes
     prompt_hash: bytes
     token_start: int

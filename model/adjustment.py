@@ -1,7 +1,8 @@
 """Adjusts logits by what was said before: a function of (logits, parameters, prompt ids, output ids) and nothing else.
 
-Counts are taken anew for every token, so that a sequence that goes on at another worker is adjusted the same. Order:
-logit_bias, repetition_penalty, frequency_penalty, presence_penalty, min_tokens.
+Counts are taken anew for every token, so that a sequence that goes on at another worker is adjusted the same. In this
+order: logit_bias, repetition_penalty, frequency_penalty, presence_penalty, min_tokens. The sampler's temperature and
+filters come afterwards.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Puts an engine together from a checkpoint and settings, and computes its numerics fingerprint."""
+"""Makes the executor of a checkpoint and settings, on which an engine stands, and its numerics fingerprint."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from pathlib import Path
 import torch
 
 import kernels
-from engine.engine import Engine
-from kernels.ops import CacheShape, Kernels, SequenceRows, StepBatch
+from kernels.ops import SequenceRows, StepBatch
 from model.decoder import Decoder
-from model.kv_store import KVStore
+from model.executor import ModelExecutor
 from model.weights import weights_digest
 from pdserve.config import EngineConfig
 from pdserve.errors import ConfigError
@@ -21,18 +20,19 @@ _PROBE_TOKENS = 40  # more than one slab of rows and one block, so that the prob
 
 
 @dataclass(frozen=True, slots=True)
-class BuiltEngine:
-    """An engine and what identifies its results. `weights` alone identifies the model."""
+class BuiltModel:
+    """An executor and what identifies its results. `weights` alone identifies the model. `max_model_len`: the most
+    tokens that prompt and output have together, as configured."""
 
-    engine: Engine
+    executor: ModelExecutor
     fingerprint: str
     weights: str
-    dtype: str
+    max_model_len: int
 
 
-def build_engine(
+def build_model(
     directory: Path, kernels_name: str, dtype_name: str, config: EngineConfig, cpu_path: str = "auto"
-) -> BuiltEngine:
+) -> BuiltModel:
     """Load a checkpoint and lay out its KV store. Raises ConfigError where they do not fit together."""
     ops = kernels.select(kernels_name, cpu_path)
     if config.threads > 0:
@@ -40,27 +40,26 @@ def build_engine(
         ops.set_threads(config.threads)
     dtype = ops.default_dtype() if dtype_name == "auto" else getattr(torch, dtype_name)
     decoder = Decoder.load(directory, ops, dtype)
-    store = KVStore(ops, _cache_shape(decoder, config))
-    max_model_len = _max_model_len(decoder, config)
+    executor = ModelExecutor(decoder, decoder.cache_shape(_block_count(decoder, config), config.block_tokens))
     weights = weights_digest(directory)
-    dtype_label = str(dtype).removeprefix("torch.")
-    return BuiltEngine(
-        engine=Engine(decoder, store, config, max_model_len),
-        fingerprint=_fingerprint(decoder, ops, weights, dtype_label),
+    return BuiltModel(
+        executor=executor,
+        fingerprint=_fingerprint(decoder, weights),
         weights=weights,
-        dtype=dtype_label,
+        max_model_len=_max_model_len(decoder, config),
     )
 
 
-def _cache_shape(decoder: Decoder, config: EngineConfig) -> CacheShape:
-    block_bytes = decoder.cache_shape(1, config.block_tokens).block_bytes
+def _block_count(decoder: Decoder, config: EngineConfig) -> int:
+    """How many blocks the memory for KV holds."""
+    block_bytes = config.block_tokens * decoder.kv_format.token_bytes
     block_count = config.kv_cache_mb * 2**20 // block_bytes
     if block_count < 2:
         raise ConfigError(
             f"engine.kv_cache_mb = {config.kv_cache_mb}: holds {block_count} blocks of {block_bytes} bytes; "
             f"at least {-(-2 * block_bytes // 2**20)} are needed"
         )
-    return decoder.cache_shape(block_count, config.block_tokens)
+    return block_count
 
 
 def _max_model_len(decoder: Decoder, config: EngineConfig) -> int:
@@ -70,13 +69,14 @@ def _max_model_len(decoder: Decoder, config: EngineConfig) -> int:
     return config.max_model_len or longest
 
 
-def _fingerprint(decoder: Decoder, ops: Kernels, weights: str, dtype: str) -> str:
-    """Equal fingerprints mean bit-equal results: weights, dtype, kernels, and the output bits of a small probe run."""
-    parts = (weights, dtype, ops.name, ops.identity(), _probe(decoder, ops))
+def _fingerprint(decoder: Decoder, weights: str) -> str:
+    """Equal fingerprints mean bit-equal results: of weights, dtype, KV format, kernels, and the bits of a probe run."""
+    ops, dtype = decoder.kernels, str(decoder.dtype).removeprefix("torch.")
+    parts = (weights, dtype, decoder.kv_format.identity, ops.name, ops.identity(), _probe(decoder))
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 
 
-def _probe(decoder: Decoder, ops: Kernels) -> str:
+def _probe(decoder: Decoder) -> str:
     """Digest of the logits of a fixed prompt in a cache of its own."""
     count = min(_PROBE_TOKENS, decoder.max_position)
     batch = StepBatch(
@@ -84,5 +84,5 @@ def _probe(decoder: Decoder, ops: Kernels) -> str:
         sequences=(SequenceRows(0, count, 0, (0,)),),
         logit_rows=(count - 1,),
     )
-    logits = decoder.forward(batch, ops.make_cache(decoder.cache_shape(1, count)))
+    logits = decoder.forward(batch, decoder.kernels.make_cache(decoder.cache_shape(1, count)))
     return hashlib.blake2b(logits.numpy().tobytes(), digest_size=16).hexdigest()

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from kernels.ops import AfterLayer, CacheShape, DecoderParameters, Kernels, LayerParameters, StepBatch
+from kernels.ops import AfterLayer, CacheShape, DecoderParameters, Kernels, LayerParameters, StepBatch, item_of
 from model.config import ModelConfig
 from model.parameters import load_parameters
 from pdserve.errors import InternalError
+from pdserve.kv_format import KVFormat
 
 
 class Decoder:
@@ -48,10 +49,15 @@ class Decoder:
         layers = ((layer.qkv, layer.o, layer.gate_up, layer.down) for layer in self._parameters.layers)
         return sum(packed.nbytes for layer in layers for packed in layer) + self._parameters.head.nbytes
 
+    @property
+    def kv_format(self) -> KVFormat:
+        """What its keys and values look like in a cache and on the wire."""
+        config = self.config
+        return KVFormat(config.layer_count, config.kv_heads, config.head_dim, item_of(self.dtype))
+
     def cache_shape(self, block_count: int, block_tokens: int) -> CacheShape:
         """The shape of a KV cache for this decoder."""
-        config = self.config
-        return CacheShape(config.layer_count, block_count, block_tokens, config.kv_heads, config.head_dim, self.dtype)
+        return CacheShape(self.kv_format, block_count, block_tokens)
 
     def forward(self, batch: StepBatch, cache: Any, after_layer: AfterLayer | None = None) -> torch.Tensor:
         """Compute every row of `batch`; returns the logits of its `logit_rows`, float32 [L, vocab_size].

@@ -56,10 +56,10 @@ class Owner:
 class SamplingParams:
     """How the next token is chosen. `temperature` 0 is greedy; top_k 0 and min_p 0 are off.
 
-    First the logits are adjusted, in this order: repetition_penalty (of tokens in prompt or output), presence_penalty
-    and frequency_penalty (of tokens in the output), logit_bias, min_tokens (no stop id before). Then the filters apply:
-    temperature, top_k, top_p, min_p. `logprobs` None: none are returned; n >= 0: the chosen token's, and the n most
-    likely ones'.
+    First the logits are adjusted, in this order: logit_bias, repetition_penalty (of tokens in prompt or output),
+    frequency_penalty and presence_penalty (of tokens in the output), min_tokens (no stop id before). Then the filters
+    apply: temperature, top_k, top_p, min_p. `logprobs` None: none are returned; n >= 0: the chosen token's, and the n
+    most likely ones'.
     """
 
     temperature: float = 1.0

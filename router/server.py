@@ -27,6 +27,7 @@ from pdserve.types import Finish, ModelLimits
 from router.actions import End, Request, StreamEvent
 from router.control import TICK_S, Control
 from router.frontend import Frontend
+from router.session import SessionTerms
 from router.sessions import Sessions
 from router.status import ModelStatus, RouterStatus, worker_statuses
 from router.text import Tokenizer
@@ -86,7 +87,8 @@ class Router:
         self.grpc_address = ""
         self.session_address = ""
         self._config = config
-        self._control = Control(self.incarnation, config, clock or SystemClock(), self)
+        self._clock = clock or SystemClock()
+        self._control = Control(self.incarnation, config, self._clock, self)
         self._membership = self._control.membership
         self._dispatch = self._control.dispatch
         self._tokenizer = Tokenizer.load(model_directory)
@@ -109,14 +111,10 @@ class Router:
         reflection.enable_server_reflection((_SERVICE, _HEALTH_SERVICE), front)
         self.grpc_address = await self._listen(front, self._config.grpc_port)
         back = grpc.aio.server(options=_SERVER_OPTIONS)
-        sessions = Sessions(
-            self.incarnation,
-            self.model,
-            self._control,
-            self._config.renew_interval_ms,
-            self._config.worker_timeout_ms,
+        terms = SessionTerms(
+            self.incarnation, self.model, self._config.renew_interval_ms, self._config.worker_timeout_ms
         )
-        cluster_pb2_grpc.add_ClusterServicer_to_server(sessions, back)
+        cluster_pb2_grpc.add_ClusterServicer_to_server(Sessions(terms, self._control, self._clock), back)
         self.session_address = await self._listen(back, self._config.session_port)
         await self._update_health()
         self._ticker = asyncio.create_task(self._tick_forever())

@@ -7,29 +7,29 @@ from collections.abc import Iterable
 from kvtransfer.incoming import IncomingTransfer
 from kvtransfer.outgoing import OutgoingTransfer
 from router.in_flight import AttemptPhase
-from simulation.model import CheckedKV
+from simulation.executor import CheckedKV
 from simulation.oracle import Violation
 from simulation.router import SimulatedRouter
 from simulation.worker import SimulatedWorker
 
-_OVER_LIMIT = 2  # a session's first message and the connection's end are beside its outbox
+_OVER_LIMIT = 2  # a session's last word and the connection's end come after what it has sent
 
 
 def check_worker(worker: SimulatedWorker, max_unsent: int) -> None:
     """The pool's books, the blocks of transfers under way, the limits of all queues, and nobody's bug swallowed."""
-    if worker.engine.pool_touched:
-        worker.engine.pool.check_integrity()
-        worker.engine.pool_touched = False
+    if worker.pool.touched:
+        worker.pool.check_integrity()
+        worker.pool.touched = False
     name = worker.process.name
     for owner, kv in _views(worker):
-        leased = worker.engine.pool.leased_to(owner)
+        leased = worker.pool.leased_to(owner)
         if leased[: len(kv.blocks)] != kv.blocks and not set(kv.blocks) <= set(leased):
             raise Violation(f"{name}: a transfer of {owner} is under way, and its blocks are not leased any more")
     if worker.link._stats.internal_errors:
         raise Violation(f"{name}: the link met an error it should not")
     for what, count in (
-        ("prompts queued", len(worker.prefill._exports)),
-        ("requests queued", len(worker.decode._imports)),
+        ("prompts queued", len(worker.control._prefill.owners)),
+        ("requests queued", len(worker.control._decode.owners)),
         ("outgoing transfers", worker.link._outgoing.taken),
         ("incoming transfers", worker.link._incoming.taken),
     ):
@@ -81,12 +81,6 @@ def _compare(outgoing: OutgoingTransfer, incoming: IncomingTransfer) -> None:
 def _views(worker: SimulatedWorker) -> list[tuple[object, CheckedKV]]:
     """What transfers that have not ended may still read or write."""
     exchange = worker.link._exchange
-    views: list[tuple[object, CheckedKV]] = []
-    for owner, export in worker.prefill._exports.items():
-        outgoing = exchange._outgoing.get(export._ticket.transfer_id)
-        if outgoing is not None and not outgoing.ended and export._kv is not None:
-            views.append((owner, export._kv))
-    for incoming in exchange._incoming.values():
-        if not incoming.ended and incoming._writer is not None:
-            views.append((incoming._writer.owner, incoming._writer))
-    return views
+    sending = [each._reader for each in exchange._outgoing.values() if not each.ended and each._reader is not None]
+    receiving = [each._writer for each in exchange._incoming.values() if not each.ended and each._writer is not None]
+    return [(view.owner, view) for view in (*sending, *receiving)]

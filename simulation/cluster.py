@@ -19,7 +19,7 @@ from router.suspicion import CONVICT_AFTER
 from simulation import checks
 from simulation.client import Job, JobPlan
 from simulation.eventlog import EventLog
-from simulation.model import LAYERS
+from simulation.executor import LAYERS
 from simulation.network import Death, Fabric, KvNetwork
 from simulation.oracle import Oracle, Violation
 from simulation.router import SimulatedRouter
@@ -34,7 +34,7 @@ _REST_S = 10.0  # after the last request: all is back at its start
 _MEMBERS_S = 8.0  # after the last fault: everybody is a member again
 _MAX_EVENTS = 200_000
 _RESTART_S = 0.3  # of a worker that crashed over a request
-_LOOK_S = 0.05  # how often a process that leaves looks whether it is done
+_LOOK_S = 0.05  # how often a router that leaves looks whether it is done
 _HIDING = ("part", "slow", "freeze", "cut")  # faults that may keep a crash from looking like one
 _LOOK_EVERY = 8  # events: whether something is done costs more than an event
 
@@ -60,6 +60,7 @@ class Cluster:
         self._busy_events = 0
         self._broken = 0  # faults that are not over
         self._incarnations: Counter[str] = Counter()
+        self._reports = random.Random(f"reports {scenario.seed}").random() < 0.5  # crash reports can be read
         for host in scenario.routers:
             self._start_router(host)
         for plan in scenario.workers:
@@ -207,6 +208,7 @@ class Cluster:
             self.scenario.transfer,
             self._routers,
             self.counts,
+            self._reports,
         )
         worker.process.check = partial(self._check_worker, worker)
         worker.on_poisoned = partial(self._die_poisoned, worker)
@@ -232,12 +234,15 @@ class Cluster:
                         wire.break_()
             case FaultKind.ERROR:
                 if isinstance(part, SimulatedWorker):
-                    part.engine.fail_next_step()
+                    part.executor.fail_next_step()
             case FaultKind.DRAIN:
                 if isinstance(part, SimulatedWorker):
                     self._call_drain(part, fault, cancel=False)
+            case FaultKind.LEAVE if isinstance(part, SimulatedWorker):
+                part.leave(fault.patience_s, partial(self._worker_gone, fault, part.process))
+                return
             case FaultKind.LEAVE:
-                self._leave(part, fault, self._timeline.now() + fault.patience_s)
+                self._leave_router(part, fault, self._timeline.now() + fault.patience_s)
                 return
             case FaultKind.PART:
                 self._fabric.part(fault.host, fault.other, fault.duration_s)
@@ -270,28 +275,29 @@ class Cluster:
     def _serve_again(self) -> None:
         """What a router could not tell: an operator looks and says it again."""
         for worker in self._workers.values():
-            if worker.draining:
-                worker.drain(cancel=True)
+            if worker.control.load.draining:
+                worker.operator(cancel=True)
 
-    def _leave(self, part: SimulatedWorker | SimulatedRouter, fault: Fault, deadline: float) -> None:
+    def _worker_gone(self, fault: Fault, process: Process, in_order: bool) -> None:
+        """It was told to end, and has."""
+        if in_order:
+            self._timeline.after(fault.duration_s, "fault ends", partial(self._recover, fault, process))
+        else:  # something else was faster, and starts it again
+            self._broken -= 1
+
+    def _leave_router(self, router: SimulatedRouter, fault: Fault, deadline: float) -> None:
         """As SIGTERM: it takes nothing new, and ends when nothing is left or its time is over."""
-        process = part.process
+        process = router.process
         if not process.alive:  # something else was faster
             self._broken -= 1
             return
         if not process.frozen:
-            if isinstance(part, SimulatedRouter):
-                part.control.drain()
-                done = not part.calls
-            else:
-                if not part.draining:
-                    part.drain(cancel=False)
-                done = part.drained
-            if done or self._timeline.now() > deadline:
-                part.kill(Death.CLEAN)
+            router.control.drain()
+            if not router.calls or self._timeline.now() > deadline:
+                router.kill(Death.CLEAN)
                 self._timeline.after(fault.duration_s, "fault ends", partial(self._recover, fault, process))
                 return
-        self._timeline.after(_LOOK_S, "leaving", lambda: self._leave(part, fault, deadline))
+        self._timeline.after(_LOOK_S, "leaving", lambda: self._leave_router(router, fault, deadline))
 
     def _die_poisoned(self, worker: SimulatedWorker) -> None:
         self._broken += 1

@@ -1,19 +1,29 @@
-"""Watches that frames of another epoch change nothing: a sender whose time is over may say what it likes."""
+"""Watches from inside what no check from outside would see.
+
+Frames of another epoch change nothing: a sender whose time is over may say what it likes. A worker's control is touched
+only in its own thread's turns, and each attempt that is started there ends there once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from kvtransfer.exchange import Exchange
 from kvtransfer.frames import Frame, Received
 from kvtransfer.incoming import IncomingTransfer
 from kvtransfer.outgoing import OutgoingTransfer
 from kvtransfer.transports.base import Peer
+from pdserve.reports import AttemptEnded, PrefillsLocally
+from pdserve.types import Owner
 from simulation.oracle import Violation
+from simulation.turns import WorkerThreads
+from worker.control import Action, Control
 
 
-def watch(exchange: Exchange) -> None:
+def watch_epochs(exchange: Exchange) -> None:
     """Look at the transfer before and after each frame that is not of its epoch."""
     to_receiver, to_sender = exchange._to_receiver, exchange._to_sender
 
@@ -37,8 +47,8 @@ def watch(exchange: Exchange) -> None:
     _replace(exchange, "_to_sender", watched_sender)
 
 
-def _replace(exchange: Exchange, name: str, call: Callable[..., None]) -> None:
-    setattr(exchange, name, call)
+def _replace(whose: object, name: str, call: Callable[..., Any]) -> None:
+    setattr(whose, name, call)
 
 
 def _compare(before: Any, after: Any, frame: Frame) -> None:
@@ -62,3 +72,73 @@ def _of_receiver(incoming: IncomingTransfer) -> Any:
 def _of_sender(outgoing: OutgoingTransfer) -> Any:
     sender = outgoing._sender
     return sender.state, sender._silence.since, sender.credit.granted, sender.credit.spent, len(sender._queue)
+
+
+class Attempts:
+    """How often a worker has begun something for an owner, and ended it."""
+
+    def __init__(self, worker: str) -> None:
+        self._worker = worker
+        self._started: Counter[Owner] = Counter()
+        self._ended: Counter[Owner] = Counter()
+
+    @property
+    def open(self) -> int:
+        return (self._started - self._ended).total()
+
+    def start(self, owner: Owner) -> None:
+        self._started[owner] += 1
+
+    def end(self, owner: Owner) -> None:
+        self._ended[owner] += 1
+        if self._ended[owner] > self._started[owner]:
+            raise Violation(f"{self._worker} ended {owner} more often than it was started")
+
+
+def watch_control(control: Control, threads: WorkerThreads, worker: str, counts: Counter[str]) -> Attempts:
+    """Let the control and its roles be touched only in its own turns, and count what happens there."""
+    attempts = Attempts(worker)
+    for role in (control._prefill, control._decode):
+        start = role.start
+
+        def started(owner: Owner, *what: Any, start: Callable[..., Any] = start) -> Any:
+            attempts.start(owner)
+            counts["another sender"] += bool(what) and getattr(what[-1], "epoch", 1) > 1
+            return start(owner, *what)
+
+        _replace(role, "start", started)
+        for name in [name for name in dir(role) if not name.startswith("_") and callable(getattr(role, name))]:
+            _replace(role, name, _in_turn(getattr(role, name), threads))
+    perform = control._perform
+
+    def performed(actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, AttemptEnded):
+                attempts.end(action.owner)
+            elif isinstance(action, PrefillsLocally):
+                counts["preempted import" if action.reason == "preempted" else "local prefill"] += 1
+        perform(actions)
+
+    _replace(control, "_perform", performed)
+    _OWN_THREAD[control] = threads
+    control.__class__ = _WatchedControl
+    return attempts
+
+
+_OWN_THREAD: WeakKeyDictionary[Control, WorkerThreads] = WeakKeyDictionary()
+
+
+class _WatchedControl(Control):
+    """A control whose attributes are set in its own turns only."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        _OWN_THREAD[self].check_control()
+        super().__setattr__(name, value)
+
+
+def _in_turn(call: Callable[..., Any], threads: WorkerThreads) -> Callable[..., Any]:
+    def checked(*args: Any) -> Any:
+        threads.check_control()
+        return call(*args)
+
+    return checked

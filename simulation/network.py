@@ -75,6 +75,7 @@ class Wire:
         self._closed: set[Process] = set()  # ends that have closed it or know that it is closed
         self._lost = False
         self.unread = {one: 0, other: 0}
+        self.on_delivered: Callable[[Process], None] = lambda sender: None  # there is room for another message of it
         for end in self._ends:
             end.wires.append(self)
 
@@ -119,6 +120,7 @@ class Wire:
         self.unread[end] -= 1
         if end not in self._closed and not self._lost:
             deliver()
+        self.on_delivered(self._peer(end))
 
     def _end(self, end: Process) -> None:
         if end not in self._closed:

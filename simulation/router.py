@@ -10,6 +10,7 @@ from pdserve.rpc import inference_pb2 as pb
 from router.control import TICK_S, Control
 from router.frontend import resume_point
 from router.generation import Generation, request_of
+from router.session import SessionTerms
 from router.validation import ResolvedRequest
 from simulation.front import Caller, FrontCall, SimulatedStream
 from simulation.network import Death, Fabric, Wire, kill
@@ -25,8 +26,7 @@ class SimulatedRouter:
         self.process = Process(fabric.timeline, host, incarnation)
         self.incarnation = incarnation
         self.config = config
-        self.renew_interval_s = config.renew_interval_ms / 1000
-        self.timeout_s = config.worker_timeout_ms / 1000
+        self.terms = SessionTerms(incarnation, "tags", config.renew_interval_ms, config.worker_timeout_ms)
         self.control = Control(incarnation, config, fabric.timeline, self)
         self.calls: list[SimulatedStream] = []  # whose front has not ended
         self._oracle = oracle

@@ -9,7 +9,7 @@ from enum import StrEnum
 from pdserve.config import TRANSFER_MODES, EngineConfig, RouterConfig, TransferConfig
 from pdserve.types import Role, SamplingParams
 from simulation.client import JobPlan
-from simulation.model import TOKEN_BYTES
+from simulation.executor import TOKEN_BYTES
 from simulation.network import Conditions, Death
 from simulation.oracle import FIRST_TOKEN, OFTEN_SAID
 from simulation.worker import WorkerPlan

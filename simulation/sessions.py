@@ -1,186 +1,196 @@
-"""Sessions between simulated workers and routers: what the gRPC streams and their tasks do, without them.
+"""Session streams between simulated workers and routers: carry the messages of the product's two session machines.
 
-The messages are the real ones, made and read by the real code; only how they are carried, and when a timer looks, is
-of this module.
+What is said, and when a session is over, the machines decide; of this module is only how long it takes and what is lost.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from typing import Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
 
-from pdserve.errors import PdserveError
-from pdserve.rpc import cluster_pb2 as pb
-from pdserve.rpc import convert, worker_messages
-from pdserve.types import Load, WorkerInfo
-from router import sessions as router_sessions
-from router.control import Control
+from pdserve.types import WorkerInfo
+from router.control import Control as RouterControl
+from router.session import SessionTerms, StreamEnd, WorkerSession
 from simulation.network import Fabric, Wire
+from simulation.oracle import Violation
 from simulation.timeline import Process
+from simulation.turns import WorkerThreads
+from worker.control import Control as WorkerControl
+from worker.session import RouterSession
 
-WELCOME_TIMEOUT_S = 5.0
-RECONNECT_S = 0.2
 IDLE = frozenset({"load", "renew", "tick", "timer"})  # labels of what happens also where nothing is going on
+_OUTBOX = 4  # of what the network has not taken: as many messages as it has, divided by this
 
 
 class RouterSide(Protocol):
     """What a session needs of a router process."""
 
     process: Process
-    incarnation: str
-    control: Control
-    renew_interval_s: float
-    timeout_s: float
+    control: RouterControl
+    terms: SessionTerms
 
 
 class WorkerSide(Protocol):
     """What a session needs of a worker process."""
 
     process: Process
+    threads: WorkerThreads
     info: WorkerInfo
-    handler: worker_messages.SessionHandler
+    control: WorkerControl
     counts: Counter[str]
 
     @property
-    def load(self) -> Load: ...
+    def crash_report(self) -> str | None: ...
 
-    def session_opened(self, router: str, session: WorkerEnd) -> None: ...
+    def session_over(self, end: WorkerEnd) -> None:
+        """Its stream has ended."""
+        ...
 
-    def session_ended(self, router: str | None, session: WorkerEnd) -> None: ...
 
+class Machine(Protocol):
+    """What the two session machines have in common."""
 
-class WorkerEnd:
-    """A worker's end: Hello, Welcome, then Loads and reports up and commands down, until it breaks."""
-
-    def __init__(self, fabric: Fabric, worker: WorkerSide, router: RouterSide, address: str) -> None:
-        self.address = address
-        self._worker = worker
-        self._router: str | None = None  # its incarnation, from the Welcome
-        self._timeout_s = WELCOME_TIMEOUT_S
-        self._heard_at = worker.process.timeline.now()
-        self._over = self._full = False
-        self._router_process = router.process
-        self._fabric = fabric
-        self.wire = Wire(fabric, worker.process, router.process, self._closed)
-        self._other = RouterEnd(self, router, self.wire, fabric)
-        hello = convert.worker_to_hello(worker.info)
-        self.wire.send(worker.process, "hello", lambda: self._other.on_hello(hello))
-        self._watch()
+    over: bool
 
     @property
-    def process(self) -> Process:
-        return self._worker.process
+    def unsent(self) -> int: ...
 
-    def send(self, message: pb.WorkerMessage) -> None:
-        """To the router; one that reads too slowly loses the session."""
-        if self.wire.unread[self._router_process] >= self._fabric.conditions.max_unsent:
-            self._worker.counts["outbox full"] += not self._full
-            self._full = True
-            self._worker.process.after(0.0, "outbox full", self._end)
-            return
-        label = message.WhichOneof("message") or ""
-        self.wire.send(self._worker.process, label, lambda: self._other.on_message(message), message)
+    def take(self) -> Any: ...
 
-    def on_message(self, message: pb.RouterMessage) -> None:
-        if self._over:
-            return
-        self._heard_at = self._worker.process.timeline.now()
-        if message.WhichOneof("message") == "welcome":
-            self._router = message.welcome.router
-            self._timeout_s = message.welcome.timeout_ms / 1000
-            self._worker.session_opened(self._router, self)
-            self._renew(message.welcome.renew_interval_ms / 1000)
-        else:
-            worker_messages.deliver(message, self._worker.handler)
+    def on_message(self, message: Any) -> None: ...
 
-    def _renew(self, interval_s: float) -> None:
-        if not self._over:
-            self.send(pb.WorkerMessage(load=convert.load_to_proto(self._worker.load)))
-            self._worker.process.after(interval_s, "timer", lambda: self._renew(interval_s))
+    def next_deadline(self) -> float: ...
 
-    def _watch(self) -> None:
-        """Silence ends the session."""
-        silent_at = self._heard_at + self._timeout_s
-        if self._over:
-            return
-        if self._worker.process.timeline.now() >= silent_at:
-            self._end()
-        else:
-            self._worker.process.at(silent_at, "timer", self._watch)
-
-    def _closed(self, end: Process) -> None:
-        if end is self._worker.process:
-            self._end()
-        else:
-            self._other.leave("the worker ended its session")
-
-    def _end(self) -> None:
-        if not self._over:
-            self._over = True
-            self.wire.close(self._worker.process)
-            self._worker.session_ended(self._router, self)
+    def tick(self) -> None: ...
 
 
-class RouterEnd:
-    """A router's end: a Session of its Control."""
+class End:
+    """Carries what one machine says to the other end. A session that is over ends in an event of its own."""
 
-    info: WorkerInfo
+    session: Machine
+    other: End
 
-    def __init__(self, other: WorkerEnd, router: RouterSide, wire: Wire, fabric: Fabric) -> None:
-        self._other = other
-        self._router = router
-        self._wire = wire
+    def __init__(self, fabric: Fabric, wire: Wire, process: Process) -> None:
+        self.process = process
+        self.wire = wire
         self._fabric = fabric
-        self._joined = False
-        self._over = False
+        self._gone = False
+        self._tick_at = math.inf
 
-    def on_hello(self, hello: pb.Hello) -> None:
-        if self._over:
+    def look(self) -> None:
+        """As who carries a session looks whenever something may have changed."""
+        if self._gone:
             return
-        self.info = convert.worker_from_hello(hello)
-        welcome = pb.Welcome(
-            version=convert.SESSION_VERSION,
-            router=self._router.incarnation,
-            renew_interval_ms=round(self._router.renew_interval_s * 1000),
-            timeout_ms=round(self._router.timeout_s * 1000),
-        )
-        self.send(pb.RouterMessage(welcome=welcome))
-        self._joined = True
-        self._router.control.worker_joined(self)
-        self._renew()
-
-    def on_message(self, message: pb.WorkerMessage) -> None:
-        if self._over:
+        if self.session.over:
+            self.process.after(0.0, "session over", lambda: self.end(StreamEnd.BROKEN))
             return
-        try:
-            router_sessions.deliver(self.info.incarnation, message, self._router.control)
-        except PdserveError as error:
-            self.leave(str(error))
+        peer, room = self.other.process, self._fabric.conditions.max_unsent
+        while self.wire.unread[peer] < room and (message := self.session.take()) is not None:
+            self.wire.send(self.process, message.WhichOneof("message"), partial(self.other.hear, message), message)
+        self._plan_tick()
 
-    def send(self, message: pb.RouterMessage) -> None:
-        if self._wire.unread[self._other.process] >= self._fabric.conditions.max_unsent:
-            self.close()
-            return
-        label = message.WhichOneof("message") or ""
-        self._wire.send(self._router.process, label, lambda: self._other.on_message(message), message)
+    def hear(self, message: Any) -> None:
+        if not self._gone:
+            self._turn(partial(self.session.on_message, message))
+            self.look()
 
-    def close(self) -> None:
-        """Nothing that comes is handled any more; the rest happens in an event of its own, as a task's end does."""
-        if not self._over:
-            self._over = True
-            self._router.process.after(0.0, "session closed", lambda: self._leave("its session broke"))
+    def end(self, how: StreamEnd) -> None:
+        """The stream has ended, or is ended from this side."""
+        if not self._gone:
+            self._gone = True
+            self.wire.close(self.process)
+            self._ended(how)
 
-    def leave(self, reason: str) -> None:
-        if not self._over:
-            self._over = True
-            self._leave(reason)
+    def _plan_tick(self) -> None:
+        due_at = self.session.next_deadline()
+        if due_at < self._tick_at:
+            self._tick_at = due_at
+            self.process.at(due_at, "timer", partial(self._tick, due_at))
 
-    def _leave(self, reason: str) -> None:
-        self._wire.close(self._router.process)
-        if self._joined:
-            self._router.control.worker_left(self, reason)
+    def _tick(self, due_at: float) -> None:
+        if due_at == self._tick_at and not self._gone:
+            self._tick_at = math.inf
+            self._turn(self.session.tick)
+            self.look()
 
-    def _renew(self) -> None:
-        if not self._over:
-            self.send(pb.RouterMessage(renew=pb.Renew()))
-            self._router.process.after(self._router.renew_interval_s, "timer", self._renew)
+    def _turn(self, call: Callable[[], None]) -> None:
+        """Call into what one thread of the process owns."""
+        raise NotImplementedError
+
+    def _ended(self, how: StreamEnd) -> None:
+        raise NotImplementedError
+
+
+class WorkerEnd(End):
+    """A worker's. `address`: the router's."""
+
+    session: RouterSession
+
+    def __init__(self, fabric: Fabric, worker: WorkerSide, router: RouterSide, address: str) -> None:
+        super().__init__(fabric, Wire(fabric, worker.process, router.process, self._closed), worker.process)
+        self.address = address
+        self._worker = worker
+        self._finished = False
+        self.session = RouterSession(worker.info, worker.control, fabric.timeline, self.look, outbox_limit(fabric))
+        self.other = self._router_end = RouterEnd(fabric, self, worker, router)
+        self.wire.on_delivered = self._delivered
+        self.look()
+        self.other.look()
+
+    def look(self) -> None:
+        super().look()
+        if self.session.said_all and not self._finished:
+            self._finished = True
+            self.wire.send(self.process, "session finished", self._router_end.finished)
+
+    def _delivered(self, sender: Process) -> None:
+        """A message was read: there is room for another one."""
+        end = self if sender is self.process else self.other
+        if end.session.unsent:
+            sender.after(0.0, "timer", end.look)
+
+    def _closed(self, at: Process) -> None:
+        (self if at is self.process else self.other).end(StreamEnd.BROKEN)
+
+    def _turn(self, call: Callable[[], None]) -> None:
+        self._worker.threads.control_turn(call)
+
+    def _ended(self, how: StreamEnd) -> None:
+        self._worker.counts["outbox full"] += self.session.over and self.session.unsent > 0
+        self._turn(self.session.ended)
+        self._worker.session_over(self)
+
+
+class RouterEnd(End):
+    """A router's."""
+
+    session: WorkerSession
+
+    def __init__(self, fabric: Fabric, other: WorkerEnd, worker: WorkerSide, router: RouterSide) -> None:
+        super().__init__(fabric, other.wire, router.process)
+        self.other = other
+        self._worker = worker
+        self._control = router.control
+        self.session = WorkerSession(router.terms, router.control, fabric.timeline, self.look, outbox_limit(fabric))
+
+    def finished(self) -> None:
+        """The worker has closed its side, in order: nobody may be suspected of a crash."""
+        entries = self._control.dispatch._requests.values()
+        suspicions = [(entry.suspicion, entry.suspicion.crashes) for entry in entries]
+        self.end(StreamEnd.FINISHED)
+        if any(suspicion.crashes > crashes for suspicion, crashes in suspicions):
+            raise Violation(f"{self._worker.process.name} left in order, and requests are suspected of a crash")
+
+    def _turn(self, call: Callable[[], None]) -> None:
+        call()
+
+    def _ended(self, how: StreamEnd) -> None:
+        self.session.ended(how, self._worker.crash_report)
+
+
+def outbox_limit(fabric: Fabric) -> int:
+    """How many messages may wait beside those that the network has taken."""
+    return max(1, fabric.conditions.max_unsent // _OUTBOX)

@@ -1,6 +1,6 @@
-"""One start of a simulated worker: the real engine, link and services, composed as a worker composes them.
+"""One start of a simulated worker: the product's control, sessions, engine and link, composed as a process composes them.
 
-What three threads do in a real one happens here in turns: the engine steps, the link turns, sessions bring commands.
+What the three threads of a real one do happens here in turns: the engine steps, the link turns, the control acts.
 """
 
 from __future__ import annotations
@@ -8,30 +8,27 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping
-from collections.abc import Sequence as ListLike
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
-from decode_worker.service import DecodeService
-from kvtransfer.ladder import Ladder, LadderLimits
+from engine.engine import Engine
+from engine.events import EngineEvent, Preempted
 from kvtransfer.link import Link
 from pdserve.config import EngineConfig, TransferConfig
-from pdserve.errors import PdserveError
 from pdserve.logs import logger
-from pdserve.rpc import cluster_pb2 as pb
-from pdserve.rpc import convert
-from pdserve.rpc.worker_messages import Reports
 from pdserve.tracing import Trace
-from pdserve.types import Load, Owner, Role, SamplingParams, Ticket, WorkerInfo
-from prefill_worker.service import PrefillService
+from pdserve.types import Load, Role, WorkerInfo
 from simulation import fences
-from simulation.model import LAYOUT, Poisoned, SimulatedEngine
+from simulation.executor import KV_FORMAT, LAYERS, Poisoned, TagExecutor
 from simulation.network import Death, Fabric, KvNetwork, kill
-from simulation.oracle import EOS, Oracle, Violation
-from simulation.sessions import RECONNECT_S, RouterSide, WorkerEnd
+from simulation.oracle import EOS, Oracle
+from simulation.sessions import RouterSide, WorkerEnd
 from simulation.timeline import Process
+from simulation.turns import WorkerThreads
+from worker.assembly import make_control
+from worker.session import RECONNECT_S
 
-_TURN_S = 0.0001  # how long the link's thread takes to wake up
+_TURN_S = 0.0001  # how long a thread takes to wake up
 _SHORTEST_WAIT_S = 0.001
 _STALLED_WAIT_S = 0.05
 
@@ -48,7 +45,8 @@ class WorkerPlan:
 
 
 class SimulatedWorker:
-    """A worker process. Its `handler` is itself: what a router asks of a worker."""
+    """A worker process. `on_poisoned`: what follows when it computes what crashes it. `reports`: whether the crash report
+    it leaves can be read by its routers."""
 
     def __init__(
         self,
@@ -61,49 +59,53 @@ class SimulatedWorker:
         transfer_config: TransferConfig,
         routers: Mapping[str, RouterSide],
         counts: Counter[str],
+        reports: bool,
     ) -> None:
         self.process = Process(fabric.timeline, plan.worker_id, incarnation)
         self.plan = plan
         self.max_queued = engine_config.max_queued
         self.counts = counts
+        self.crash_report: str | None = "" if reports else None
+        self.on_poisoned: Callable[[], None] = lambda: None
         self._fabric = fabric
         self._rng = random.Random(f"{incarnation}/{fabric.rng.random()}")
         self._routers = routers
-        self._sessions: dict[str, WorkerEnd] = {}
-        self.started: Counter[tuple[str, Owner]] = Counter()
-        self.ended: Counter[tuple[str, Owner]] = Counter()
-        self.engine = SimulatedEngine(oracle, engine_config, plan.block_count, self._between_layers, plan.colour)
+        self._ends: list[WorkerEnd] = []
+        self._leaving: Callable[[bool], None] | None = None
+        self._closing = False
+        executor = TagExecutor(oracle, plan.block_count, engine_config.block_tokens, self._between_layers, plan.colour)
+        self.executor = executor
+        self.pool = executor.pool
+        self.engine = Engine(
+            executor, engine_config, max_model_len=executor.capacity.pool_tokens, listener=self, pool=executor.pool
+        )
         self.transport = network.transport(self.process, self._wake_link)
         self.link = Link(
             self.transport,
-            LAYOUT,
+            KV_FORMAT,
             b"tags",
             transfer_config,
             fabric.timeline,
             Trace(capacity=1),
             logger("kv"),
-            max_transfers=engine_config.max_queued,
+            max_transfers=self.max_queued,
             random_bytes=self._rng.randbytes,
         )
-        fences.watch(self.link._exchange)
-        ladder = Ladder(LadderLimits.from_config(transfer_config))
-        self.prefill = PrefillService(
+        fences.watch_epochs(self.link._exchange)
+        self.threads = WorkerThreads(self.process)
+        self.control = make_control(
             self.engine,
             self.link,
-            Reports(partial(self._report, "prefill")),
+            self.threads,
+            self,
+            fabric.timeline,
             Trace(capacity=1),
-            self.max_queued,
-            transfer_config.mode,
+            transfer_config,
+            layer_count=LAYERS,
+            max_queued=self.max_queued,
+            load=self.engine.load(),
         )
-        decode_reports = Reports(partial(self._report, "decode"))
-        self.decode = DecodeService(
-            self.engine, self.link, decode_reports, ladder, fabric.timeline, max_queued=self.max_queued
-        )
-        self.draining = False
-        self.on_poisoned: Callable[[], None] = lambda: None
-        self._drain_notes = 0
-        self._load = self.engine.load()
-        self.engine.add_after_step(self._after_step)
+        self.attempts = fences.watch_control(self.control, self.threads, incarnation, counts)
         self._engine_busy = False
         self._link_due_at: float | None = None
         self._link_wait_s = 0.0
@@ -124,126 +126,79 @@ class SimulatedWorker:
         for address in routers:
             self._connect(address)
 
-    @property
-    def load(self) -> Load:
-        return replace(self._load, draining=self.draining)
-
-    @property
-    def handler(self) -> SimulatedWorker:
-        return self
-
-    # What the routers ask.
-
-    def start_decode(
-        self,
-        owner: Owner,
-        prompt_ids: ListLike[int],
-        output_ids: ListLike[int],
-        params: SamplingParams,
-        local_prefill: bool,
-        share: Owner | None,
-    ) -> None:
-        self.started["decode", owner] += 1
-        self.decode.start(owner, prompt_ids, output_ids, params, local_prefill, share)
-
-    def start_prefill(
-        self,
-        owner: Owner,
-        prompt_ids: ListLike[int],
-        output_ids: ListLike[int],
-        params: SamplingParams,
-        ticket: Ticket,
-    ) -> None:
-        self.started["prefill", owner] += 1
-        self.counts["another sender"] += ticket.epoch > 1
-        self.prefill.start(owner, prompt_ids, output_ids, params, ticket)
-
-    def sender_lost(self, owner: Owner, epoch: int, error: PdserveError) -> None:
-        self.decode.sender_lost(owner, epoch, error)
-
-    def prefill_locally(self, owner: Owner) -> None:
-        self.decode.prefill_locally(owner)
-
-    def abort(self, owner: Owner) -> None:
-        self.prefill.abort(owner)
-        self.decode.abort(owner)
-
-    def drain_noted(self) -> None:
-        self._drain_notes += 1
-
-    def drain(self, cancel: bool) -> None:
-        self.draining = not cancel
-        self._drain_notes = 0
-
-    @property
-    def drained(self) -> bool:
-        """Every router knows that it drains, and nothing is left here."""
-        return self._drain_notes >= len(self._sessions) and not self.prefill.owners() and not self.decode.owners()
-
-    def router_lost(self, router: str) -> None:
-        for owner in [*self.prefill.owners(), *self.decode.owners()]:
-            if owner.router == router:
-                self.abort(owner)
-
-    # Sessions.
+    # Its streams, and its end.
 
     def _connect(self, address: str) -> None:
         router = self._routers.get(address)
+        if self._closing:
+            return
         if router is None or not router.process.alive:
             self.process.after(RECONNECT_S, "timer", lambda: self._connect(address))
             return
-        WorkerEnd(self._fabric, self, router, address)
+        self._ends.append(WorkerEnd(self._fabric, self, router, address))
 
-    def session_opened(self, router: str, session: WorkerEnd) -> None:
-        self._sessions[router] = session
+    def session_over(self, end: WorkerEnd) -> None:
+        self._ends.remove(end)
+        self._stop_if_closed()
+        self.process.after(RECONNECT_S, "timer", lambda: self._connect(end.address))
 
-    def session_ended(self, router: str | None, session: WorkerEnd) -> None:
-        if router is not None:
-            if self._sessions.get(router) is session:
-                del self._sessions[router]
-            self.router_lost(router)
-        self.process.after(RECONNECT_S, "timer", lambda: self._connect(session.address))
+    def operator(self, cancel: bool) -> None:
+        """Somebody on its host has it drain, or serve again."""
+        self.threads.post(lambda: self.control.drain(cancel))
 
-    def _report(self, service: str, router: str, message: pb.WorkerMessage) -> None:
-        kind = message.WhichOneof("message")
-        if kind == "terminal":
-            self._note_end(service, message.terminal)
-        elif kind == "local_prefill":
-            self.counts["preempted import" if message.local_prefill.reason == "preempted" else "local prefill"] += 1
-        session = self._sessions.get(router)
-        if session is not None:
-            session.send(message)
+    def leave(self, patience_s: float, gone: Callable[[bool], None]) -> None:
+        """As SIGTERM. `gone`: it has ended, in order or by something else that was faster."""
+        self._leaving = gone
+        self.threads.post(lambda: self.control.leave(patience_s))
 
-    def _note_end(self, service: str, terminal: pb.Terminal) -> None:
-        owner = convert.owner_from_proto(terminal.owner)
-        self.ended[service, owner] += 1
-        if self.ended[service, owner] > self.started[service, owner]:
-            raise Violation(f"{service} at {self.process.name} ended {owner} more often than it was started")
+    def left(self, owners_left: int) -> None:
+        """The control is done: the streams are closed in order, then the process ends."""
+        self._closing = True
+        for end in list(self._ends):
+            end.session.finish()
+        self.threads.post(self._stop_if_closed)
+
+    def _stop_if_closed(self) -> None:
+        if self._closing and not self._ends and self.process.alive:
+            self._end(Death.CLEAN, in_order=True)
+
+    def kill(self, death: Death) -> None:
+        self._end(death, in_order=False)
+
+    def _end(self, death: Death, in_order: bool) -> None:
+        kill(self.process, death)
+        self.transport.close()
+        self.note_counts()
+        if self._leaving is not None:
+            self._leaving(in_order)
 
     # The engine's thread.
 
     def look_for_work(self) -> None:
         """Whatever has just happened: the engine's thread wakes up for a command."""
-        if not self._engine_busy and self.engine.has_commands:
+        if not self._engine_busy and self.engine.has_commands():
             self._engine_busy = True
             self.process.after(_TURN_S, "engine", self._step)
 
     def _step(self) -> None:
         try:
-            self._engine_busy = self.engine.step()
+            self.threads.turn("engine", self._one_step)
         except Poisoned:
+            self.crash_report = None if self.crash_report is None else "poisoned"
             self.on_poisoned()
             return
         if self._engine_busy:
             self.process.after(self._rng.uniform(*self.plan.step_s), "engine", self._step)
-        elif self.engine.has_waiting:
+        elif self.engine.has_work():
             self._engine_busy = True
             self.process.after(_STALLED_WAIT_S, "timer", self._step)
 
-    def _after_step(self) -> None:
-        self._load = self.engine.load()
-        if self.engine.idle():
-            self.engine.check_integrity()
+    def _one_step(self) -> None:
+        self._engine_busy = self.engine.step()
+
+    def on_engine(self, events: tuple[EngineEvent, ...], load: Load) -> None:
+        self.counts["preemption"] += sum(isinstance(event, Preempted) for event in events)
+        self.control.on_engine(events, load)
 
     def _between_layers(self) -> None:
         """The link's thread does not wait for a step to end."""
@@ -272,24 +227,18 @@ class SimulatedWorker:
 
     def _link_turn(self) -> None:
         self._link_due_at = None
-        self.link.turn(self._link_wait_s)
+        self.threads.turn("link", lambda: self.link.turn(self._link_wait_s))
         self._plan_link_turn()
         self.look_for_work()
 
-    # Ends.
-
-    def kill(self, death: Death) -> None:
-        kill(self.process, death)
-        self.transport.close()
-        self.note_counts()
+    # What a run looks at.
 
     def note_counts(self) -> None:
         """Add what this start of the worker met to the run's counts."""
         stats = self.link.stats()
         self.counts.update(
             {
-                "preemption": self.engine.preemptions,
-                "prompt shared": self.engine.prompts_shared,
+                "prompt shared": self.pool.prompts_shared,
                 "frame sent again": stats.frames_resent,
                 "frame refused": stats.frames_refused,
                 "damaged payload": stats.checksum_failures,
@@ -303,14 +252,13 @@ class SimulatedWorker:
         held = {
             "blocks leased": self.engine.load().blocks.leased,
             "sequences": 0 if self.engine.idle() else 1,
-            "exports": len(self.prefill.owners()),
-            "imports": len(self.decode.owners()),
+            "attempts": len(self.control.owners),
             "places of outgoing transfers": stats.outgoing,
             "places of incoming transfers": stats.incoming,
             "outgoing transfers": len(exchange._outgoing),
             "incoming transfers": len(exchange._incoming),
             "lingering transfers": len(exchange._lingering),
             "connections in use": sum(connection.users > 0 for connection in exchange._connections.values()),
-            "starts without an end": (self.started - self.ended).total(),
+            "starts without an end": self.attempts.open,
         }
         return [f"{self.process.name}: {count} {what}" for what, count in held.items() if count]

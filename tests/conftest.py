@@ -4,7 +4,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import deploy  # noqa: F401  first of all: what it sets, gRPC reads when it is imported
-from support.checkpoints import write_small_checkpoint
+from support.checkpoints import TinyShape, write_small_checkpoint, write_tiny_checkpoint
 from support.seeds import Seeds
 
 # How long an example takes says nothing on a machine that others use too.
@@ -43,6 +43,13 @@ def seeds(request):
 def small_checkpoint(tmp_path_factory):
     """A small random Llama behind the embedded model's tokenizer: for whole clusters."""
     return write_small_checkpoint(tmp_path_factory.mktemp("small") / "small-llama")
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory):
+    """A tiny random Llama without a tokenizer: for engines."""
+    shape = TinyShape(heads=3, kv_heads=1, hidden_size=48)
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("llama"), "llama", shape=shape)
 
 
 def pytest_collection_modifyitems(items):

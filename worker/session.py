@@ -1,170 +1,151 @@
-"""A worker's side of the Session stream: one to each router, opened by the worker and opened again when it breaks.
+"""A worker's end of the Session stream with one router, as a state machine. No socket, no task: who carries messages is
+`session_streams.py` over gRPC, a simulation in memory.
 
-    connect -> Hello -> Welcome -> Load at the router's interval, commands in, reports out -> broken -> wait -> connect
+    hello sent ──welcome──► open ──silence, full outbox──► over ──stream ended──► ended
+        └────────no welcome─────────────────────────────────▲
+                              └──finish──► finishing: what is in the outbox still leaves
 
-The stream is the membership. When it breaks, or the router has been silent for its timeout, the handler hears
-`router_lost` and must drop all that this router's owners hold; nothing is buffered for a router that is not there.
+The stream is the membership. Once it has ended, `session_ended` is told, and all that this router's owners hold must be
+dropped; nothing is kept for a router that is not there.
 
-A thread of its own runs the streams. Handlers are called on it and must only enqueue; reports come from any thread.
+Who carries it: takes messages while there are any; brings those that come; calls `tick` when `next_deadline` has come;
+breaks the stream when the session is `over`, or closes its own side once it is `said_all`; and says when the stream has
+ended, for whatever reason. It looks whenever `wake` is called.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import threading
-from collections.abc import Callable, Iterable
-
-import grpc
+import math
+from collections.abc import Callable
+from typing import Final, Protocol
 
 from pdserve import logs
+from pdserve.clock import Clock
 from pdserve.rpc import cluster_pb2 as pb
-from pdserve.rpc import convert, worker_messages
-from pdserve.rpc.cluster_pb2_grpc import ClusterStub
-from pdserve.rpc.worker_messages import SessionHandler
+from pdserve.rpc import convert
+from pdserve.rpc.outbox import MAX_UNSENT, Outbox
 from pdserve.types import Load, WorkerInfo
 
 _log = logs.logger("session")
 
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.use_local_subchannel_pool", 1),  # a new connection after a break, not a shared channel in back-off
-)
+RECONNECT_S: Final = 0.2  # after a stream has ended, until the next one is opened
 _WELCOME_TIMEOUT_S = 5.0
-_RECONNECT_S = 0.2
-_MAX_UNSENT = 10_000
+_FINISH_TIMEOUT_S = 1.0
 
 
-class WorkerSessions:
-    """The sessions of one worker with all its routers. `reports` is where its services report to, from any thread."""
-
-    def __init__(
-        self, addresses: Iterable[str], info: WorkerInfo, handler: SessionHandler, load: Callable[[], Load]
-    ) -> None:
-        self._addresses = tuple(addresses)
-        self._info = info
-        self._handler = handler
-        self._load = load
-        self._outboxes: dict[str, asyncio.Queue[pb.WorkerMessage]] = {}
-        self.reports = worker_messages.Reports(self._send)
-        self._loop = asyncio.new_event_loop()
-        self._stopping = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name="sessions", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def close(self, timeout_s: float = 5.0) -> None:
-        """Break the sessions and end the thread."""
-        self._loop.call_soon_threadsafe(self._stopping.set)
-        self._thread.join(timeout_s)
+class SessionEvents(Protocol):
+    """Who is told what comes over the sessions: the worker's control."""
 
     @property
-    def open_count(self) -> int:
-        """How many routers there is a session with."""
-        return len(self._outboxes)
+    def load(self) -> Load: ...
 
-    def flush(self, timeout_s: float) -> None:
-        """Wait until what was reported so far has been written to the routers, or the time is over."""
-        asyncio.run_coroutine_threadsafe(self._flush(timeout_s), self._loop).result(timeout_s + 1.0)
+    def session_opened(self, session: RouterSession) -> None: ...
 
-    def _send(self, router: str, message: pb.WorkerMessage) -> None:
-        """Any thread. After `close` nobody is left to tell."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._enqueue, router, message)
+    def session_ended(self, session: RouterSession) -> None: ...
 
-    def _enqueue(self, router: str, message: pb.WorkerMessage) -> None:
-        outbox = self._outboxes.get(router)
-        if outbox is None:
+    def on_message(self, session: RouterSession, message: pb.RouterMessage) -> None: ...
+
+
+class RouterSession:
+    """See the module's docstring. `router`: its incarnation, once it is open."""
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        events: SessionEvents,
+        clock: Clock,
+        wake: Callable[[], None],
+        max_unsent: int = MAX_UNSENT,
+    ) -> None:
+        self.router = ""
+        self.over = False
+        self._events = events
+        self._clock = clock
+        self._wake = wake
+        self._outbox: Outbox[pb.WorkerMessage] = Outbox(max_unsent)
+        self._outbox.put(pb.WorkerMessage(hello=convert.worker_to_hello(info)))
+        self._finishing = False
+        self._timeout_s = _WELCOME_TIMEOUT_S
+        self._silent_at = clock.now() + _WELCOME_TIMEOUT_S
+        self._load_interval_s = math.inf
+        self._load_at = math.inf
+
+    @property
+    def unsent(self) -> int:
+        return len(self._outbox)
+
+    @property
+    def said_all(self) -> bool:
+        """Whether it is finishing, and nothing is left to send."""
+        return self._finishing and not self._outbox
+
+    def take(self) -> pb.WorkerMessage | None:
+        """The next message for the stream."""
+        return None if self.over else self._outbox.take()
+
+    def send(self, message: pb.WorkerMessage) -> None:
+        """Pass a message on, in order. A router that reads too slowly loses the session."""
+        if self.over or self._finishing:
             return
-        if outbox.qsize() >= _MAX_UNSENT:
-            _log.error("router reads too slowly, session broken", router=router, unsent=outbox.qsize())
-            del self._outboxes[router]
+        if not self._outbox.put(message):
+            self._break("router reads too slowly")
+        self._wake()
+
+    def finish(self) -> None:
+        """Say no more than what waits to be sent, and leave in order."""
+        if not self.router:
+            self.over = True
+            self._wake()
+        elif not self.over:
+            self._finishing = True
+            self._silent_at = self._clock.now() + _FINISH_TIMEOUT_S
+            self._load_at = math.inf
+            self._wake()
+
+    def on_message(self, message: pb.RouterMessage) -> None:
+        """What has come over the stream."""
+        if self.over or self._finishing:
             return
-        outbox.put_nowait(message)
+        self._silent_at = self._clock.now() + self._timeout_s
+        if self.router:
+            self._events.on_message(self, message)
+        elif message.HasField("welcome"):
+            self._open(message.welcome)
+        else:
+            self._break("router begins without a welcome")
 
-    # The session thread.
+    def next_deadline(self) -> float:
+        """When `tick` has something to do."""
+        return min(self._silent_at, self._load_at)
 
-    async def _flush(self, timeout_s: float) -> None:
-        writing = [asyncio.create_task(outbox.join()) for outbox in self._outboxes.values()]
-        if writing:
-            _, late = await asyncio.wait(writing, timeout=timeout_s)
-            for task in late:
-                task.cancel()
+    def tick(self) -> None:
+        now = self._clock.now()
+        if self.over:
+            return
+        if now >= self._silent_at:
+            self._break("router is silent")
+        elif now >= self._load_at:
+            self._load_at = now + self._load_interval_s
+            self.send(pb.WorkerMessage(load=convert.load_to_proto(self._events.load)))
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_until_complete(self._keep_all())
-        finally:
-            self._loop.close()
+    def ended(self) -> None:
+        """The stream is gone."""
+        self.over = True
+        if self.router:
+            _log.info("session left" if self._finishing else "session broken", router=self.router)
+            self._events.session_ended(self)
 
-    async def _keep_all(self) -> None:
-        tasks = [asyncio.create_task(self._keep(address)) for address in self._addresses]
-        await self._stopping.wait()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    def _open(self, welcome: pb.Welcome) -> None:
+        self.router = welcome.router
+        self._timeout_s = welcome.timeout_ms / 1000
+        self._silent_at = self._clock.now() + self._timeout_s
+        self._load_interval_s = welcome.renew_interval_ms / 1000
+        _log.info("session open", router=self.router)
+        self._events.session_opened(self)
+        self._load_at = self._clock.now()
+        self.tick()
 
-    async def _keep(self, address: str) -> None:
-        """Hold a session with one router for as long as the worker lives."""
-        while True:
-            try:
-                await self._hold(address)
-            except grpc.aio.AioRpcError as error:
-                _log.debug("no session", address=address, code=error.code().name, details=error.details())
-            except TimeoutError:
-                _log.warning("router is silent", address=address)
-            except asyncio.CancelledError:  # of a call that this side broke off, which is no reason to leave the router
-                if self._stopping.is_set():
-                    raise
-            await asyncio.sleep(_RECONNECT_S)
-
-    async def _hold(self, address: str) -> None:
-        async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
-            call = ClusterStub(channel).Session()
-            await call.write(pb.WorkerMessage(hello=convert.worker_to_hello(self._info)))
-            welcome = await asyncio.wait_for(call.read(), _WELCOME_TIMEOUT_S)
-            if welcome is grpc.aio.EOF:
-                return
-            router = welcome.welcome.router
-            outbox: asyncio.Queue[pb.WorkerMessage] = asyncio.Queue()
-            self._outboxes[router] = outbox
-            _log.info("session open", router=router, address=address)
-            writers = [
-                asyncio.create_task(self._write(call, router, outbox)),
-                asyncio.create_task(self._renew(outbox, welcome.welcome.renew_interval_ms / 1000)),
-            ]
-            try:
-                await self._read(call, welcome.welcome.timeout_ms / 1000)
-            finally:
-                for task in writers:
-                    task.cancel()
-                await asyncio.gather(*writers, return_exceptions=True)
-                call.cancel()
-                if self._outboxes.get(router) is outbox:
-                    del self._outboxes[router]
-                _log.info("session broken", router=router, address=address)
-                self._handler.router_lost(router)
-
-    async def _write(self, call: grpc.aio.StreamStreamCall, router: str, outbox: asyncio.Queue) -> None:
-        try:
-            while self._outboxes.get(router) is outbox:
-                await call.write(await outbox.get())
-                outbox.task_done()
-        finally:
-            call.cancel()  # the reader ends as well
-
-    async def _renew(self, outbox: asyncio.Queue, interval_s: float) -> None:
-        while True:
-            outbox.put_nowait(pb.WorkerMessage(load=convert.load_to_proto(self._load())))
-            await asyncio.sleep(interval_s)
-
-    async def _read(self, call: grpc.aio.StreamStreamCall, timeout_s: float) -> None:
-        while True:
-            message = await asyncio.wait_for(call.read(), timeout_s)
-            if message is grpc.aio.EOF:
-                return
-            worker_messages.deliver(message, self._handler)
+    def _break(self, problem: str) -> None:
+        _log.warning(problem, router=self.router, unsent=self.unsent)
+        self.over = True
+        self._wake()

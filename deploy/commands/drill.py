@@ -61,6 +61,7 @@ def run(
     """Hold drills, or all of them, and give a verdict on each."""
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of Ray's, into the picture
     from drills.catalogue import find
+    from drills.defects import DEFECTS
     from drills.display import LiveProgress, SilentProgress, print_outcome
     from drills.run import OwnClusters, UsersCluster, drill_config, hold_all
     from drills.stage import Settings
@@ -69,6 +70,8 @@ def run(
     drills = [drill for name in names for drill in find(name)]
     if target and defect:
         raise ConfigError("--break needs a cluster of the drill's own: leave --target out")
+    if defect and defect not in DEFECTS:
+        raise ConfigError(f"--break {defect}: there are {', '.join(DEFECTS)}")
     if html is not None and not html.absolute().parent.is_dir():
         raise ConfigError(f"--html {html}: there is no directory {html.absolute().parent}")
     settings = replace(Settings(), seed=seed, duration_s=duration, streams=streams)
@@ -76,7 +79,7 @@ def run(
     clusters = (
         UsersCluster([part.strip() for part in target.split(",")])
         if target
-        else OwnClusters(drill_config(load_config(config) if config else Config()), progress, _defect(defect))
+        else OwnClusters(drill_config(load_config(config) if config else Config()), progress, defect)
     )
     outcomes = []
     with clusters, progress:
@@ -129,13 +132,3 @@ def _exit_code(counts: Counter[str]) -> int:
     if counts["FAIL"]:
         return 1
     return 0 if counts["PASS"] else 3
-
-
-def _defect(name: str) -> dict[str, str]:
-    from drills.defects import DEFECTS, VARIABLE
-
-    if not name:
-        return {}
-    if name not in DEFECTS:
-        raise ConfigError(f"--break {name}: there are {', '.join(DEFECTS)}")
-    return {VARIABLE: name}

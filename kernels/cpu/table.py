@@ -152,9 +152,10 @@ class CpuKernels:
         return y
 
     def make_cache(self, shape: CacheShape) -> CpuCache:
-        slots = shape.block_count * shape.block_tokens
-        sizes = (shape.layer_count, slots, shape.block_tokens, shape.kv_heads, shape.head_dim, _DTYPES[shape.dtype])
-        struct = native.Cache(None, *sizes)
+        struct = native.Cache(
+            *(None, shape.layer_count, shape.slot_count, shape.block_tokens),
+            *(shape.kv_heads, shape.head_dim, _DTYPES[shape.dtype]),
+        )
         memory = map_zeros(self._library.pdk_cache_bytes(ctypes.byref(struct)))
         struct.memory = memory.data_ptr()
         return CpuCache(struct, shape, memory)

@@ -8,7 +8,8 @@ import pytest
 
 from pdserve.types import SamplingParams
 from support.checkpoints import TinyShape, write_tiny_checkpoint
-from support.engines import Job, Pair, make_engine
+from support.engines import Job, make_engine
+from support.pairs import Pair
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)
 

@@ -14,13 +14,15 @@ from pdserve.client.resume import OpenCall
 from pdserve.config import RouterConfig
 from pdserve.errors import Cancelled, Unavailable
 from pdserve.rpc import cluster_pb2 as pb
-from pdserve.rpc import convert, inference_pb2, worker_session
+from pdserve.rpc import convert, inference_pb2
 from pdserve.rpc.cluster_pb2_grpc import ClusterStub
+from pdserve.rpc.outbox import Outbox
 from pdserve.types import ModelLimits, Role, SamplingParams, WorkerInfo
 from router.actions import Request
+from router.control import Control
 from support.clusters import wait_for
 from support.routers import MODEL, RouterThread, make_worker
-from worker.session import WorkerSessions
+from worker.session import RouterSession
 
 INFO = WorkerInfo("decode-0", "decode-0-a", Role.DECODE, 1, "h", "ipc://x", "print", MODEL, ModelLimits(100, 99, 99))
 
@@ -151,7 +153,14 @@ def test_a_late_goodbye_of_an_old_handler_spares_the_next_request_of_that_id(sma
         assert router.call(scenario(router.router)) == (True, True)
 
 
-def test_a_worker_that_was_told_to_stop_with_streams_left_ends_in_order(small_checkpoint, sockets):
+def test_a_worker_that_was_told_to_stop_with_streams_left_ends_in_order(small_checkpoint, sockets, monkeypatch):
+    left, worker_left = [], Control.worker_left
+
+    def noted(self, session, reason, crashed):
+        left.append((reason, crashed))
+        worker_left(self, session, reason, crashed)
+
+    monkeypatch.setattr(Control, "worker_left", noted)
     with RouterThread(small_checkpoint) as router:
         worker = joined_worker(small_checkpoint, sockets, router)
         with Client(router.router.grpc_address) as client:
@@ -160,23 +169,25 @@ def test_a_worker_that_was_told_to_stop_with_streams_left_ends_in_order(small_ch
             worker.stop()
             with pytest.raises(Unavailable):
                 list(stream)
+    assert left == [("the worker ended its session", False)]
     assert not list(sockets.iterdir())
 
 
 def test_a_worker_that_broke_its_session_because_a_router_reads_too_slowly_comes_back(
     small_checkpoint, sockets, monkeypatch
 ):
-    enqueue, limit, broken = WorkerSessions._enqueue, worker_session._MAX_UNSENT, threading.Event()
+    send, broken = RouterSession.send, threading.Event()
 
-    def full_once(self, router, message):
-        monkeypatch.setattr(worker_session, "_MAX_UNSENT", limit if broken.is_set() else 0)
-        broken.set()
-        enqueue(self, router, message)
+    def full_once(self, message):
+        if not message.HasField("load") and not broken.is_set():
+            self._outbox = Outbox(0)
+            broken.set()
+        send(self, message)
 
     config = RouterConfig(grpc_port=0, placement_timeout_ms=20_000, worker_timeout_ms=3_000)
     with RouterThread(small_checkpoint, config) as router:
         worker = joined_worker(small_checkpoint, sockets, router)
-        monkeypatch.setattr(WorkerSessions, "_enqueue", full_once)
+        monkeypatch.setattr(RouterSession, "send", full_once)
         with Client(router.router.grpc_address) as client:
             result = client.complete("Hello", temperature=0, max_tokens=5, ignore_eos=True)
         assert broken.is_set()

@@ -16,8 +16,3 @@ def checkpoint(request, tmp_path_factory):
     """A tiny random checkpoint; a test that asks for it runs for each family."""
     directory = tmp_path_factory.mktemp("checkpoints") / request.param
     return write_tiny_checkpoint(directory, request.param, shape=SHAPES[request.param])
-
-
-@pytest.fixture(scope="session")
-def llama(tmp_path_factory):
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("llama"), "llama", shape=SHAPES["llama"])

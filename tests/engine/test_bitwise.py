@@ -4,10 +4,12 @@ import random
 
 import pytest
 
+from engine.events import Preempted
 from pdserve.config import TransferConfig
 from pdserve.errors import TransferError
 from pdserve.types import SamplingParams
-from support.engines import Job, Pair, make_engine, run
+from support.engines import Job, make_engine, run
+from support.pairs import Pair
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)
 SAMPLED = SamplingParams(temperature=1.1, top_p=0.95, top_k=50, min_p=0.01, seed=2**63 + 5, max_tokens=24, logprobs=2)
@@ -52,7 +54,7 @@ def test_disaggregated_equals_colocated(checkpoint, params):
         pair.run(*jobs)
     for job in jobs:
         assert same(job, alone(checkpoint, Job(job.prompt, params))), f"prompt of {len(job.prompt)} tokens"
-    assert all(ends == [None] for ends in pair.prefill_reports.ended.values())
+    assert all(ends == [None] for ends in pair.prefill_ends.values())
 
 
 def test_disaggregated_across_different_block_and_chunk_sizes(llama):
@@ -88,14 +90,14 @@ def test_a_prefill_lost_in_mid_transfer_costs_no_bit(llama, steps, with_spare):
         owner = pair.start(job)
         pair.step_until(lambda: pair.prefill.load().running == 1)
         for _ in range(steps):
-            pair.prefill.step()
-        last_layer = pair.prefill.store.shape.layer_count - 1
-        pair.step_until(lambda: last_layer in layers_received(pair), pair.decode)
+            pair.prefill_worker.step()
+        last_layer = pair.prefill.executor.format.layer_count - 1
+        pair.step_until(lambda: last_layer in layers_received(pair), pair.decode_worker)
         pair.prefill.abort(owner, TransferError("this worker is shutting down"))
         pair.finish(job)
     assert same(job, alone(llama, Job(job.prompt, SAMPLED)))
-    assert [ticket.epoch for ticket in pair.decode_reports.tickets] == [1, 2]
-    assert len(pair.decode_reports.local_prefills) == (not with_spare)
+    assert [ticket.epoch for ticket in pair.tickets] == [1, 2]
+    assert len(pair.local_prefills) == (not with_spare)
     if not with_spare:
         (taken,) = [event for event in pair.trace.events() if event.name == "transfer_taken_over"]
         assert taken.fields["token_stop"] > 0, "nothing of what had come was kept"
@@ -108,7 +110,7 @@ def test_a_delivered_prompt_that_is_lost_by_preemption_and_computed_again_is_tol
     with Pair(make_engine(llama), decode) as pair:
         jobs = [Job(prompt(800, seed=i), params) for i in range(count)]
         pair.run(*jobs)
-    assert pair.decode_reports.local_prefills
+    assert pair.local_prefills
 
 
 def test_preempted_sequences_give_the_bits_of_undisturbed_ones(llama):
@@ -116,11 +118,8 @@ def test_preempted_sequences_give_the_bits_of_undisturbed_ones(llama):
     engine = make_engine(llama, kv_cache_mb=1, block_tokens=16)
     count = -(-engine.limits.pool_tokens // 880)  # their prompts have room, but not all of their outputs
     jobs = [Job(prompt(800, seed=i), params) for i in range(count)]
-    preemptions = []
-    give_back = engine._pool.give_back
-    engine._pool.give_back = lambda owner: preemptions.append(owner) or give_back(owner)
     run(engine, *jobs)
-    assert len(preemptions) > len(jobs), "nothing was preempted: the test shows nothing"
+    assert any(isinstance(event, Preempted) for event in engine.events), "the test shows nothing"
     for job in jobs:
         assert same(job, alone(llama, Job(job.prompt, params)))
 
@@ -132,13 +131,13 @@ def test_thread_count_does_not_show(llama):
 
 
 def test_the_fingerprint_is_the_same_for_any_thread_count_and_differs_for_other_weights(llama, tmp_path):
-    from model.build import build_engine
+    from model.build import build_model
     from pdserve.config import EngineConfig
     from support.checkpoints import write_tiny_checkpoint
 
     other = write_tiny_checkpoint(tmp_path / "other", "llama", seed=1)
     prints = [
-        build_engine(directory, "auto", "auto", EngineConfig(threads=threads, kv_cache_mb=1)).fingerprint
+        build_model(directory, "auto", "auto", EngineConfig(threads=threads, kv_cache_mb=1)).fingerprint
         for directory, threads in ((llama, 1), (llama, 2), (other, 1))
     ]
     assert prints[0] == prints[1] != prints[2]

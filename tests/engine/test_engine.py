@@ -4,36 +4,33 @@ import time
 
 import pytest
 
+from engine.events import Aborting, Ended, Leased
 from engine.sequence import KVSource, Sequence
-from model import runner
+from model import next_token
 from pdserve.errors import Cancelled, InternalError, InvalidArgument
 from pdserve.types import Finish, FinishReason, Owner, SampledToken, SamplingParams
-from support.engines import Job, make_engine, run
+from support.engines import Job, finish, make_engine, new_owner, run
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 OWNER = Owner("t", "r", "router", 1)
 GONE = Cancelled("gone")
 
 
-class Recorder(Job):
+class Outlet:
     def __init__(self):
-        super().__init__([], PARAMS)
         self.calls = []
 
-    def on_leased(self, sequence):
-        self.calls.append("leased")
+    def opened(self, kv):
+        self.calls.append("opened")
 
-    def on_layer(self, sequence, layer, start, stop):
-        self.calls.append(("layer", layer, start, stop))
-
-    def on_abort(self, sequence, error):
-        self.calls.append(("abort", error))
+    def layer_ready(self, layer, start, stop):
+        self.calls.append((layer, start, stop))
 
 
-def submitted(engine, sink, prompt=range(3, 40), **kwargs):
-    sequence = Sequence(OWNER, list(prompt), [], PARAMS, sink, **kwargs)
-    engine.submit(sequence)
-    return sequence
+def submitted(engine, prompt=range(3, 40), params=PARAMS, **settings):
+    """A job of OWNER's, and its sequence."""
+    job = Job(list(prompt), params)
+    return job, engine.start(job, OWNER, **settings)
 
 
 def leased(engine):
@@ -80,104 +77,102 @@ def test_an_output_that_cannot_fit_is_refused(llama):
 
 
 def test_an_owner_submitted_twice_is_refused_and_the_first_goes_on(llama):
-    engine, first, second = make_engine(llama), Recorder(), Recorder()
-    submitted(engine, first)
-    submitted(engine, second)
-    while not first.ended:
-        engine.step()
-    assert isinstance(second.outcome, InternalError)
-    assert len(first.tokens) == 8
+    engine = make_engine(llama)
+    job, _ = submitted(engine)
+    engine.submit(Sequence(OWNER, [5, 6, 7], [], PARAMS))
+    finish(engine, job)
+    assert (len(job.tokens), job.outcome) == (8, Finish(FinishReason.LENGTH))
+    assert [type(event) for event in engine.events].count(Ended) == 1
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 4])
 def test_an_abort_in_any_phase_returns_the_lease_before_the_next_step(llama, steps):
-    engine, sink = make_engine(llama, max_step_tokens=20), Recorder()
-    submitted(engine, sink)
+    engine = make_engine(llama, max_step_tokens=20)
+    job, _ = submitted(engine)
     for _ in range(steps):
         engine.step()
     engine.abort(OWNER, GONE)
     engine.step()
-    assert sink.outcome is GONE
-    assert sink.ended == 1
+    assert job.outcome is GONE
+    assert job.ended == 1
     assert leased(engine) == 0
     engine.abort(OWNER, GONE)
     engine.step()
-    assert sink.ended == 1
+    assert job.ended == 1
 
 
 def test_a_prefill_keeps_its_lease_until_it_is_unpinned(llama):
-    engine, sink = make_engine(llama, max_step_tokens=20), Recorder()
-    submitted(engine, sink, stops_after_prefill=True, exports_kv=True)
+    engine, outlet = make_engine(llama, max_step_tokens=20), Outlet()
+    job, _ = submitted(engine, stops_after_prefill=True, outlet=outlet)
     engine.step()
     engine.step()
-    assert len(sink.tokens) == 1
+    assert len(job.tokens) == 1
     assert not engine.step(), "a prefill that is over computes nothing more"
     assert leased(engine) > 0
-    assert sink.ended == 0
+    assert job.ended == 0
     engine.unpin(OWNER)
     engine.step()
-    assert (sink.ended, sink.outcome, leased(engine)) == (1, None, 0)
+    assert (job.ended, job.outcome, leased(engine)) == (1, None, 0)
 
 
 def test_layers_are_told_in_order_chunk_by_chunk(llama):
-    engine, sink = make_engine(llama, max_step_tokens=20), Recorder()
-    submitted(engine, sink, stops_after_prefill=True, exports_kv=True)
+    engine, outlet = make_engine(llama, max_step_tokens=20), Outlet()
+    job, _ = submitted(engine, stops_after_prefill=True, outlet=outlet)
     engine.step()
     engine.step()
-    expected = [("layer", layer, start, stop) for start, stop in ((0, 20), (20, 37)) for layer in range(2)]
-    assert sink.calls == ["leased", *expected]
+    assert outlet.calls == ["opened", *((layer, *chunk) for chunk in ((0, 20), (20, 37)) for layer in range(2))]
+    assert len(job.tokens) == 1
 
 
 def test_an_aborted_pinned_prefill_waits_for_its_transfer(llama):
-    engine, sink = make_engine(llama, max_step_tokens=20), Recorder()
-    submitted(engine, sink, stops_after_prefill=True, exports_kv=True)
+    engine, outlet = make_engine(llama, max_step_tokens=20), Outlet()
+    job, _ = submitted(engine, stops_after_prefill=True, outlet=outlet)
     engine.step()
     engine.abort(OWNER, GONE)
     engine.step()
-    assert sink.calls[-1] == ("abort", GONE)
-    assert sink.ended == 0
+    assert engine.events[-1] == Aborting(OWNER, GONE)
+    assert job.ended == 0
     assert leased(engine) > 0
     engine.unpin(OWNER)
     engine.step()
-    assert (sink.ended, sink.outcome, leased(engine)) == (1, GONE, 0)
+    assert (job.ended, job.outcome, leased(engine)) == (1, GONE, 0)
 
 
 def test_a_receiving_sequence_is_pinned_until_its_kv_is_delivered(llama):
-    engine, sink = make_engine(llama), Recorder()
-    sequence = submitted(engine, sink, source=KVSource.DELIVERED)
+    engine = make_engine(llama)
+    job, sequence = submitted(engine, source=KVSource.DELIVERED)
     engine.step()
-    assert sink.calls == ["leased"]
+    assert [(type(event), event.owner) for event in engine.events] == [(Leased, OWNER)]
     assert sequence.pinned
     engine.abort(OWNER, GONE)
     engine.step()
     assert leased(engine) > 0
     engine.deliver(OWNER, [SampledToken(9)])
     engine.step()
-    assert (sink.ended, sink.outcome, leased(engine), sink.tokens) == (1, GONE, 0, [])
+    assert (job.ended, job.outcome, leased(engine), job.tokens) == (1, GONE, 0, [])
 
 
 def test_the_delivered_token_can_end_the_sequence(llama):
-    engine, sink = make_engine(llama), Recorder()
-    params = SamplingParams(temperature=0.0, max_tokens=1)
-    engine.submit(Sequence(OWNER, [4, 5], [], params, sink, source=KVSource.DELIVERED))
+    engine = make_engine(llama)
+    job, _ = submitted(engine, [4, 5], SamplingParams(temperature=0.0, max_tokens=1), source=KVSource.DELIVERED)
     engine.step()
     engine.deliver(OWNER, [SampledToken(9)])
     engine.step()
-    assert sink.token_ids == [9]
-    assert (sink.ended, leased(engine)) == (1, 0)
+    assert job.token_ids == [9]
+    assert (job.ended, leased(engine)) == (1, 0)
 
 
 def test_what_fails_in_sampling_ends_its_own_sequence_alone(llama, monkeypatch):
     alone = Job([5, 6, 7], PARAMS)
     run(make_engine(llama), alone)
-    real = runner.sample
+    real = next_token.sample
 
     def fails_once(logits, params, *rest):
         if params.seed == 13:
             raise IndexError("index -1 is out of bounds")
         return real(logits, params, *rest)
 
-    monkeypatch.setattr(runner, "sample", fails_once)
+    monkeypatch.setattr(next_token, "sample", fails_once)
     sound, broken = Job([5, 6, 7], PARAMS), Job([5, 6, 7], SamplingParams(max_tokens=8, seed=13))
     run(make_engine(llama), broken, sound)
     assert isinstance(broken.outcome, InternalError)
@@ -186,41 +181,41 @@ def test_what_fails_in_sampling_ends_its_own_sequence_alone(llama, monkeypatch):
 
 
 def test_a_failed_step_ends_its_sequences_and_the_engine_goes_on(llama, monkeypatch):
-    engine, sink = make_engine(llama), Recorder()
-    submitted(engine, sink)
+    engine = make_engine(llama)
+    job, _ = submitted(engine)
     with monkeypatch.context() as patch:
-        patch.setattr(engine.decoder, "forward", lambda *args: 1 / 0)
+        patch.setattr(engine.executor.decoder, "forward", lambda *args: 1 / 0)
         engine.step()
-    assert isinstance(sink.outcome, InternalError)
-    assert "ZeroDivisionError" in str(sink.outcome)
+    assert isinstance(job.outcome, InternalError)
+    assert "ZeroDivisionError" in str(job.outcome)
     assert leased(engine) == 0
-    job = Job([5, 6, 7], PARAMS)
-    run(engine, job)
-    assert job.outcome == Finish(FinishReason.LENGTH)
+    next_one = Job([5, 6, 7], PARAMS)
+    run(engine, next_one)
+    assert next_one.outcome == Finish(FinishReason.LENGTH)
 
 
 def test_late_commands_for_an_ended_sequence_change_nothing(llama):
-    engine, sink = make_engine(llama), Recorder()
-    submitted(engine, sink)
-    while not sink.ended:
-        engine.step()
+    engine = make_engine(llama)
+    job, _ = submitted(engine)
+    finish(engine, job)
     engine.unpin(OWNER)
     engine.deliver(OWNER, [SampledToken(9)])
     engine.abort(OWNER, GONE)
     engine.step()
-    assert sink.ended == 1
+    assert job.ended == 1
     assert leased(engine) == 0
 
 
 def test_an_engine_that_can_only_wait_for_blocks_waits(llama):
     engine = make_engine(llama, block_tokens=16)
-    engine._pool.lease("someone else", engine.load().blocks.free - 1)
-    submitted(engine, Recorder())
+    engine.pool.lease("someone else", engine.load().blocks.free - 1)
+    submitted(engine)
     assert engine.step(), "the command"
     assert not engine.step()
     started_at = time.monotonic()
     assert not engine.step(wait_s=0.05)
     assert time.monotonic() - started_at >= 0.04, "it looks again and again at what cannot have changed"
-    engine.call(lambda: engine._pool.give_back("someone else"))
+    engine.pool.give_back("someone else")
+    engine.forget(new_owner())  # a command, which changes nothing by itself
     assert engine.step(wait_s=5.0)
     assert engine.load().running == 1

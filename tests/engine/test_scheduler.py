@@ -11,28 +11,30 @@ from engine.sequence import KVSource, Phase, Sequence
 from pdserve.types import Owner, SamplingParams
 
 
-class Recorder:
-    def on_leased(self, sequence): ...
+class Outlet:
+    def opened(self, kv): ...
+
+    def layer_ready(self, layer, start, stop): ...
 
 
 def sequence(number, prompt, output, **kwargs):
     owner = Owner("t", str(number), "router", 1)
-    return Sequence(owner, [1] * prompt, [], SamplingParams(max_tokens=output), Recorder(), **kwargs)
+    return Sequence(owner, [1] * prompt, [], SamplingParams(max_tokens=output), **kwargs)
 
 
 def run_plan(scheduler, pool, plan):
     """What the engine does after a step, with every sampled token being 2."""
-    for part in plan.slices:
-        assert part.sequence.phase is Phase.RUNNING
-        assert part.start == part.sequence.computed
-        assert part.samples == (part.stop == part.sequence.known)
-        assert len(part.sequence.blocks) >= pool.blocks_for(part.stop)
-        part.sequence.computed = part.stop
-    for part in plan.slices:
-        if part.samples and part.sequence.accept(2, ()):
-            scheduler.remove(part.sequence)
-            if not part.sequence.pinned:
-                pool.give_back(part.sequence.owner)
+    for slice_ in plan.slices:
+        assert slice_.sequence.phase is Phase.RUNNING
+        assert slice_.start == slice_.sequence.computed
+        assert slice_.samples == (slice_.stop == slice_.sequence.known)
+        assert len(slice_.sequence.blocks) >= pool.blocks_for(slice_.stop)
+        slice_.sequence.computed = slice_.stop
+    for slice_ in plan.slices:
+        if slice_.samples and slice_.sequence.accept(2, ()):
+            scheduler.remove(slice_.sequence)
+            if not slice_.sequence.pinned:
+                pool.give_back(slice_.sequence.owner)
     pool.check_integrity()
 
 
@@ -84,7 +86,7 @@ def test_decoding_sequences_go_before_prefill_chunks():
     counts = []
     for _ in range(5):
         plan = scheduler.plan()
-        counts.append([(part.sequence.owner.request_id, part.count) for part in plan.slices])
+        counts.append([(slice_.sequence.owner.request_id, slice_.count) for slice_ in plan.slices])
         run_plan(scheduler, pool, plan)
     assert counts[:4] == [[("1", 1), ("2", 7)]] * 4
     assert counts[4] == [("1", 1), ("2", 2)]
@@ -115,12 +117,12 @@ def test_a_pinned_sequence_is_never_preempted():
     growing = sequence(1, 2, 100)
     scheduler.add(growing)
     run_plan(scheduler, pool, scheduler.plan())
-    sending = sequence(2, 8, 5, exports_kv=True)
+    sending = sequence(2, 8, 5, outlet=Outlet())
     scheduler.add(sending)
     stalled = 0
     for _ in range(12):
         plan = scheduler.plan()
-        stalled += growing not in [part.sequence for part in plan.slices]
+        stalled += growing not in [slice_.sequence for slice_ in plan.slices]
         run_plan(scheduler, pool, plan)
     assert stalled, "the pool never ran out: the test shows nothing"
     assert sending.pinned

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from engine.engine import Engine
-from engine.sequence import Sequence
 from pdserve.errors import Cancelled
 from pdserve.types import Owner, SamplingParams
-from support.engines import Job, Pair, make_engine, run
+from support.commands import start_decode
+from support.engines import Job, TestedEngine, finish, make_engine, run
+from support.pairs import Pair
 
 BLOCK = 32
 PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=12, logprobs=1)
@@ -25,27 +25,20 @@ def prompt_of(count: int) -> list[int]:
     return random.Random(count).choices(range(250), k=count)
 
 
-def submit(engine: Engine, job: Job, output: int, shares: int | None = None) -> None:
+def submit(engine: TestedEngine, job: Job, output: int, shares: int | None = None) -> None:
     share = None if shares is None else owner(shares)
-    engine.submit(Sequence(owner(output), job.prompt, job.output, job.params, job, index=output, shares=share))
-
-
-def finish(engine: Engine, jobs: list[Job]) -> None:
-    while not all(job.ended for job in jobs):
-        assert engine.step(), "nothing to do, and a job has not ended"
-        engine.check_integrity()
-    assert engine.load().blocks.leased == 0
+    engine.start(job, owner(output), index=output, shares=share)
 
 
 @pytest.fixture(scope="module")
-def engine(llama) -> Engine:
+def engine(llama) -> TestedEngine:
     return make_engine(llama)
 
 
-def alone(engine: Engine, prompt: list[int], output: int) -> Job:
+def alone(engine: TestedEngine, prompt: list[int], output: int) -> Job:
     job = Job(prompt, PARAMS)
     submit(engine, job, output)
-    finish(engine, [job])
+    finish(engine, job)
     return job
 
 
@@ -60,7 +53,7 @@ def test_each_output_is_what_it_is_alone(engine, count, steps_before):
         engine.step()
     for output in range(1, 4):
         submit(engine, jobs[output], output, shares=0)
-    finish(engine, jobs)
+    finish(engine, *jobs)
     assert [job.tokens for job in jobs] == expected
 
 
@@ -76,7 +69,7 @@ def test_the_prompt_is_computed_once_and_its_full_blocks_are_held_once(engine):
         steps += 1
     assert steps == 4  # 150 tokens in chunks of 64, then one row for each follower's last prompt token
     assert engine.load().blocks.leased == 4 + 4  # 149 // 32 full ones, and one of each output's own
-    finish(engine, jobs)
+    finish(engine, *jobs)
 
 
 def test_outputs_that_have_tokens_already_share_the_prompt_and_compute_the_rest(engine):
@@ -86,7 +79,7 @@ def test_outputs_that_have_tokens_already_share_the_prompt_and_compute_the_rest(
     jobs = [Job(prompt, PARAMS, output=ids) for ids in received]
     for output, job in enumerate(jobs):
         submit(engine, job, output, shares=0 if output else None)
-    finish(engine, jobs)
+    finish(engine, *jobs)
     for job, ids, whole in zip(jobs, received, expected, strict=True):
         assert job.tokens == whole.tokens[len(ids) :]
 
@@ -107,11 +100,11 @@ def test_an_output_waits_for_one_that_is_expected_and_computes_the_prompt_alone_
         while not follower.tokens:
             engine.step()
         assert engine.load().blocks.leased == 4 + 2  # 149 // 32 full ones are held once
-        finish(engine, [leader, follower])
+        finish(engine, leader, follower)
         assert [leader.tokens, follower.tokens] == expected
     else:
         engine.forget(owner(0))
-        finish(engine, [follower])
+        finish(engine, follower)
         assert follower.tokens == expected[1]
     assert engine.idle()
 
@@ -120,15 +113,15 @@ def test_outputs_share_a_prompt_that_a_prefill_worker_has_not_begun_to_send(engi
     prompt = prompt_of(150)
     expected = [alone(engine, prompt, output).tokens for output in range(3)]
     decode = make_engine(llama)
-    rows, compute = [], decode._runner.run
-    decode._runner.run = lambda plan: rows.append(plan.token_count) or compute(plan)
+    rows, compute = [], decode.executor.run
+    decode.executor.run = lambda plan: rows.append(plan.token_count) or compute(plan)
     jobs = [Job(prompt, PARAMS) for _ in range(3)]
     with Pair(make_engine(llama), decode) as pair:
         leader = pair.start(jobs[0])
         for output in (1, 2):
             follower = replace(leader, output=output)
             pair.jobs[follower] = jobs[output]
-            pair.decode_service.start(follower, prompt, (), PARAMS, local_prefill=True, share=leader)
+            pair.decode_worker.tell(start_decode(follower, prompt, (), PARAMS, local_prefill=True, share=leader))
         pair.finish(*jobs)
     assert [job.tokens for job in jobs] == expected
     assert sum(rows) == sum(len(job.tokens) for job in jobs) - 1  # the prompt's last token for each follower, no more
@@ -153,7 +146,7 @@ def test_followers_of_one_that_is_aborted_compute_the_prompt_themselves(engine):
     submit(engine, follower, 1, shares=0)
     engine.step()
     engine.abort(owner(0), Cancelled("gone"))
-    finish(engine, [leader, follower])
+    finish(engine, leader, follower)
     assert follower.tokens == expected
 
 
@@ -164,7 +157,7 @@ def test_a_follower_that_is_aborted_while_it_waits_leaves_nothing(engine):
     submit(engine, follower, 1, shares=0)
     engine.step()
     engine.abort(owner(1), Cancelled("gone"))
-    finish(engine, [leader, follower])
+    finish(engine, leader, follower)
     assert isinstance(follower.outcome, Cancelled)
     assert len(leader.tokens) == PARAMS.max_tokens
 
@@ -176,6 +169,6 @@ def test_in_a_pool_too_small_for_all_each_still_ends_with_its_bits(llama, engine
     jobs = [Job(prompt, PARAMS) for _ in range(8)]
     for output, job in enumerate(jobs):
         submit(small, job, output, shares=0 if output else None)
-    finish(small, jobs)
+    finish(small, *jobs)
     assert [job.tokens for job in jobs] == expected
     run(small, Job(prompt, PARAMS))

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from kernels import CacheShape, Kernels, SequenceRows
-from kernels.ops import slots_of
+from kernels.ops import item_of, slots_of
+from pdserve.kv_format import KVFormat
 
 NAN = float("nan")
 LENGTH = 530  # two whole tiles of the reference and a part of one
@@ -47,7 +48,9 @@ class Cache:
         per_sequence = -(-LENGTH // block_tokens)
         block_count = per_sequence * sequences + 3
         kv_heads, head_dim = case.k.shape[1:]
-        self.cache: Any = kernels.make_cache(CacheShape(1, block_count, block_tokens, kv_heads, head_dim, case.dtype))
+        self.cache: Any = kernels.make_cache(
+            CacheShape(KVFormat(1, kv_heads, head_dim, item_of(case.dtype)), block_count, block_tokens)
+        )
         slot_count = block_count * block_tokens
         poison = torch.full((slot_count, kv_heads, head_dim), NAN)
         kernels.write_kv(self.cache, 0, torch.arange(slot_count), poison, poison)

@@ -10,6 +10,7 @@ import torch
 from kernels import CacheShape, Kernels, SequenceRows
 from kernels.cpu.build import MUTANTS
 from kernels.ops import slots_of
+from pdserve.kv_format import KVFormat
 from support.kernels import make_kernels, make_mutant
 
 LENGTH = 100
@@ -24,7 +25,7 @@ def attention_sees_just_its_past(kernels: Kernels) -> bool:
     )
     wanted = torch.einsum("ij,jhd->ihd", scores.softmax(-1), v.double())
     for block_tokens, blocks in ((32, [3, 0, 2, 1]), (40, [2, 0, 1])):
-        cache = kernels.make_cache(CacheShape(1, len(blocks), block_tokens, 1, 32, torch.float32))
+        cache = kernels.make_cache(CacheShape(KVFormat(1, 1, 32, "float32"), len(blocks), block_tokens))
         kernels.write_kv(cache, 0, slots_of(blocks, 0, LENGTH, block_tokens), k, v)
         got = kernels.attention(q, cache, 0, (SequenceRows(0, LENGTH, 0, blocks),), 1.0)
         if not torch.allclose(got.double(), wanted, rtol=0, atol=1e-5):

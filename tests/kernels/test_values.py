@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from kernels import CacheShape, Kernels, select
+from kernels.ops import item_of
 from pdserve.errors import ConfigError
+from pdserve.kv_format import KVFormat
 from support.kernels import make_kernels
 
 
@@ -91,7 +93,7 @@ def test_rotary_turns_dimension_i_with_i_plus_half(kernels: Kernels) -> None:
 
 
 def test_what_is_written_to_the_cache_is_read_back_in_canonical_order(kernels: Kernels) -> None:
-    cache = kernels.make_cache(CacheShape(2, 5, 4, 3, 8, torch.bfloat16))
+    cache = kernels.make_cache(CacheShape(KVFormat(2, 3, 8, "bfloat16"), 5, 4))
     slots = torch.tensor([19, 0, 7, 6])
     k, v = random(4, 3, 8, dtype=torch.bfloat16), random(4, 3, 8, dtype=torch.bfloat16, seed=2)
     kernels.write_kv(cache, 0, slots, torch.zeros_like(k), torch.zeros_like(v))
@@ -105,7 +107,7 @@ def test_what_is_written_to_the_cache_is_read_back_in_canonical_order(kernels: K
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kv_is_rounded_to_the_caches_dtype_as_torch_rounds(kernels: Kernels, dtype: torch.dtype) -> None:
-    cache = kernels.make_cache(CacheShape(1, 1, 32, 1, 80, dtype))
+    cache = kernels.make_cache(CacheShape(KVFormat(1, 1, 80, item_of(dtype)), 1, 32))
     k, v = 1e3 * random(32, 1, 80), random(32, 1, 80, seed=2)
     k[0, 0, :4] = torch.tensor([torch.inf, -torch.inf, 1e-40, torch.finfo(torch.float32).max])
     kernels.write_kv(cache, 0, torch.arange(32), k, v)

@@ -82,11 +82,12 @@ def test_a_hundred_hand_offs_queued_for_longer_than_the_ttl_all_arrive() -> None
         expecting = [Expecting(decode, IDS) for _ in range(AT_ONCE)]
         sent = [Outcome() for _ in expecting]
         for each, outcome in zip(expecting, sent, strict=True):
-            prefill.open_sender(each.ticket, OWNER, IDS, TOKEN_COUNT, source, outcome, queued=True)
+            prefill.open_sender(each.ticket, OWNER, IDS, TOKEN_COUNT, outcome)
         assert not sent[0].comes_within(1.2 * config.ticket_ttl_ms / 1000), "a ticket in the queue expired"
         assert not any(outcome.calls for outcome in sent)
         assert decode.stats().incoming == prefill.stats().outgoing == AT_ONCE
         for each in expecting:
+            prefill.start_sender(each.ticket.transfer_id, source)
             send_all(prefill, each.ticket, LAYOUT.layer_count, TOKEN_COUNT, chunk_tokens=24)
         for each, outcome in zip(expecting, sent, strict=True):
             assert (each.ended.wait(), outcome.wait()) == (TOKENS, None)

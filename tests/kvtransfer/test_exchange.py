@@ -72,7 +72,8 @@ class Worker:
         offer = Open(transfer_id(number), 1, LAYOUT, b"model", b"h" * 16, 0, 10, 32, 4096)
         ticket = Ticket(offer.transfer, 1, ENDPOINT, 0, CONFIG.ticket_ttl_ms)
         store = FakeStore.random(LAYOUT, 10, number)
-        self.exchange.open_outgoing(offer, ticket, store, self.ends.append, queued=False)
+        self.exchange.open_outgoing(offer, ticket, self.ends.append)
+        self.exchange.start_outgoing(offer.transfer, store)
         return offer.transfer
 
     def expect(self, number: int) -> bytes:

@@ -30,8 +30,8 @@ from kvtransfer.frames import (
     decode,
     encode,
 )
-from kvtransfer.layout import KVLayout
 from pdserve.errors import Cancelled, DataLoss, FailedPrecondition, InternalError, ProtocolError, TransferError
+from pdserve.kv_format import KVFormat
 from pdserve.types import SampledToken
 from support.kv_frames import COMMIT, FRAMES, ID, LAYER, LIST, OPEN, PAYLOAD
 
@@ -239,7 +239,7 @@ def test_any_flipped_bit_of_a_header_is_noticed() -> None:
     [
         (replace(OPEN, epoch=-1), None),
         (replace(OPEN, model=b"m" * 300), None),
-        (replace(OPEN, layout=KVLayout(70_000, 1, 1, "float32")), None),
+        (replace(OPEN, layout=KVFormat(70_000, 1, 1, "float32")), None),
         (Nack(ID, 1, ((0, 0, 1),) * (fields.MAX_RANGES + 1)), None),
         (LAYER, PAYLOAD[:-1]),
         (LAYER, None),

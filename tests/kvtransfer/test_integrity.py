@@ -10,10 +10,10 @@ import pytest
 
 from kvtransfer.frames import Open
 from kvtransfer.integrity import BlockHashes, block_count, block_range, hash_tokens, list_bytes
-from kvtransfer.layout import KVLayout
+from pdserve.kv_format import KVFormat
 from support.kv_store import FakeStore
 
-LAYOUT = KVLayout(2, 1, 4, "float32")
+LAYOUT = KVFormat(2, 1, 4, "float32")
 OFFER = Open(bytes(16), 1, LAYOUT, b"model", hash_tokens([1, 2, 3]), 5, 70, 16, 4096)
 STORE = FakeStore.random(LAYOUT, 80, seed=1)
 
@@ -138,7 +138,7 @@ def test_frame_is_verified_by_what_is_stored_and_a_changed_bit_shows(start: int,
 
 
 def test_steps_in_which_much_is_read_show_neither_in_list_nor_checksum() -> None:
-    layout = KVLayout(1, 8, 64, "float32")  # 4 KiB a token: four blocks a step
+    layout = KVFormat(1, 8, 64, "float32")  # 4 KiB a token: four blocks a step
     offer = replace(OFFER, layout=layout, token_start=3, token_stop=200)
     store = FakeStore.random(layout, 200, seed=2)
     hashes, reads = BlockHashes(offer), Reads(store)

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from kvtransfer.frames import Commit, type_of
-from kvtransfer.layout import KVLayout
 from kvtransfer.link import Link
 from kvtransfer.transports.base import Event, Part, Peer, Transport, fresh_buffer
 from kvtransfer.transports.memory import MemoryNetwork
@@ -29,6 +28,7 @@ from pdserve.errors import (
     TransferError,
     Unavailable,
 )
+from pdserve.kv_format import KVFormat
 from pdserve.tracing import Trace
 from pdserve.types import Ticket
 from support.kv_links import (
@@ -394,9 +394,9 @@ def test_waiting_for_blocks_and_in_the_queue_keeps_the_ticket_alive(memory: Tran
     with running(prefill, decode):
         expecting = Expecting(decode, ids(70), lease=False)
         store, ended = FakeStore.random(LAYOUT, 70, seed=1), Outcome()
-        prefill.open_sender(expecting.ticket, OWNER, ids(70), 70, store, ended, queued=True)
+        prefill.open_sender(expecting.ticket, OWNER, ids(70), 70, ended)
         assert not expecting.needed.wait(longer_than_the_ttl_s)
-        prefill.start_sender(expecting.ticket.transfer_id)
+        prefill.start_sender(expecting.ticket.transfer_id, store)
         assert expecting.needed.wait(WAIT_S)
         assert not expecting.ended.comes_within(longer_than_the_ttl_s)
         assert ended.calls == []
@@ -683,7 +683,7 @@ def test_trace_names_each_frame_on_both_sides(memory: TransportFactory) -> None:
 
 
 def test_limits_that_do_not_fit_the_layout_are_a_config_error(memory: TransportFactory) -> None:
-    wide = KVLayout(1, 64, 128, "float32")
+    wide = KVFormat(1, 64, 128, "float32")
     with pytest.raises(ConfigError, match="max_frame_bytes"):
         make_link(memory(), TransferConfig(max_frame_bytes=4096), wide)
 
@@ -701,7 +701,7 @@ def test_nothing_is_left_after_close(tmp_path: Path) -> None:
 
 def transfer_and_close(kind: str, folder: Path) -> None:
     transports = transport_factory(kind, folder)
-    large = KVLayout(1, 8, 128, "float32")  # frames that go to the socket without a copy
+    large = KVFormat(1, 8, 128, "float32")  # frames that go to the socket without a copy
     config = TransferConfig(ticket_ttl_ms=1_000, ping_interval_ms=50)
     prefill, decode = make_link(transports(), config, large), make_link(transports(), config, large)
     unfinished = make_link(transports(), config, large)

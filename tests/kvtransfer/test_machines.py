@@ -28,16 +28,16 @@ from kvtransfer.actions import (
 from kvtransfer.frames import Abort, Ack, Commit, Credit, Frame, Gone, Have, Layer, Nack, Open, Ping
 from kvtransfer.integrity import block_count, block_range, list_bytes
 from kvtransfer.ladder import Ladder, LadderLimits, Rung
-from kvtransfer.layout import KVLayout
 from kvtransfer.receiver import Expectation, Receiver, ReceiverState
 from kvtransfer.sender import Sender, SenderState
 from kvtransfer.timing import Timing
 from pdserve.config import TransferConfig
 from pdserve.errors import Cancelled, InternalError, TransferError
+from pdserve.kv_format import KVFormat
 from pdserve.types import SampledToken
 
 ID = b"t" * 16
-LAYOUT = KVLayout(2, 1, 4, "float32")  # 32 bytes a token and layer
+LAYOUT = KVFormat(2, 1, 4, "float32")  # 32 bytes a token and layer
 ROW = LAYOUT.payload_bytes(1)
 START, STOP, BLOCK = 3, 20, 4
 FRAME_BYTES = 5 * ROW

@@ -9,7 +9,6 @@ import pytest
 
 from kvtransfer.actions import Delivered, Failed, NeedBlocks, ReceiverAction, Send, SenderLost, TakenOver, Verify, Write
 from kvtransfer.frames import Abort, Ack, Commit, Credit, Frame, Gone, Have, Layer, Nack, Open, Ping
-from kvtransfer.layout import KVLayout
 from kvtransfer.receiver import (
     MAX_BAD_PAYLOADS,
     MAX_FRUITLESS_ROUNDS,
@@ -28,10 +27,11 @@ from pdserve.errors import (
     ProtocolError,
     TransferError,
 )
+from pdserve.kv_format import KVFormat
 from pdserve.types import SampledToken
 
 ID = b"t" * 16
-LAYOUT = KVLayout(2, 1, 128, "float32")  # 1,024 bytes a token and layer
+LAYOUT = KVFormat(2, 1, 128, "float32")  # 1,024 bytes a token and layer
 CONFIG = TransferConfig(window_bytes=16 * 1024, max_frame_bytes=4096)
 TIMING = Timing(ttl_s=5.0, probe_s=0.5, deadline_s=60.0)
 EXPECTED = Expectation(ID, 3, LAYOUT, b"model", b"h" * 16, 8, 20)

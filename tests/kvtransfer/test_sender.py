@@ -8,7 +8,6 @@ import pytest
 
 from kvtransfer.actions import Failed, Finished, Send, SendCommit, SenderAction, SendLayer
 from kvtransfer.frames import Abort, Ack, Credit, Frame, Gone, Nack, Open, Ping
-from kvtransfer.layout import KVLayout
 from kvtransfer.sender import Sender, SenderState
 from kvtransfer.timing import Timing
 from pdserve.errors import (
@@ -19,10 +18,11 @@ from pdserve.errors import (
     ProtocolError,
     TransferError,
 )
+from pdserve.kv_format import KVFormat
 from pdserve.types import SampledToken
 
 ID = b"t" * 16
-LAYOUT = KVLayout(2, 1, 4, "float32")  # 32 bytes a token and layer
+LAYOUT = KVFormat(2, 1, 4, "float32")  # 32 bytes a token and layer
 OFFER = Open(ID, 3, LAYOUT, b"model", b"h" * 16, 10, 50, 8, 640)  # 20 tokens a frame
 TIMING = Timing(ttl_s=5.0, probe_s=0.5, deadline_s=60.0)
 TOKENS = (SampledToken(7),)

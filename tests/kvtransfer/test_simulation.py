@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -12,16 +12,16 @@ import pytest
 from kvtransfer.actions import TakenOver
 from kvtransfer.frames import Open
 from kvtransfer.integrity import hash_tokens
-from kvtransfer.layout import KVLayout
 from kvtransfer.receiver import Expectation
 from pdserve.config import TransferConfig
 from pdserve.errors import Cancelled, InternalError, PdserveError, TransferError
+from pdserve.kv_format import KVFormat
 from pdserve.types import SampledToken, Ticket
 from support.kv_simulation import NetworkFaults, SimulatedWorker, Simulation
 from support.kv_store import FakeStore
 from support.seeds import Seeds
 
-LAYOUT = KVLayout(layer_count=3, kv_heads=1, head_dim=8, dtype="bfloat16")  # 32 bytes a token and layer
+LAYOUT = KVFormat(layer_count=3, kv_heads=1, head_dim=8, item="bfloat16")  # 32 bytes a token and layer
 CONFIG = TransferConfig(
     window_bytes=1024, max_frame_bytes=300, ticket_ttl_ms=5_000, ping_interval_ms=500, deadline_ms=60_000
 )
@@ -110,8 +110,11 @@ def start(seed: int, faults: NetworkFaults) -> Run:
     block_tokens = rng.choice((1, 8, 32))
     run.offer = Open(run.transfer, 1, LAYOUT, b"model", hash_tokens(token_ids), 0, TOKEN_COUNT, block_tokens, 300)
     ticket = Ticket(run.transfer, 1, run.receiver.transport.endpoint, 0, CONFIG.ticket_ttl_ms)
-    run.sender.exchange.open_outgoing(run.offer, ticket, run.source, run.on_sent, queued=rng.random() < 0.5)
-    run.prefill_at = schedule_prefill(run, rng, run.sender)
+    run.sender.exchange.open_outgoing(run.offer, ticket, run.on_sent)
+    start = partial(run.sender.exchange.start_outgoing, run.transfer, run.source)
+    if rng.random() < 0.5:
+        start()
+    run.prefill_at = schedule_prefill(run, rng, run.sender, start)
     return run
 
 
@@ -124,8 +127,11 @@ def replace_sender(run: Run, replacement: SimulatedWorker) -> None:
         ticket = Ticket(run.transfer, epoch, run.receiver.transport.endpoint, 0, CONFIG.ticket_ttl_ms)
         source = FakeStore.random(LAYOUT, TOKEN_COUNT, run.seed)
         queued = rng.random() < 0.5
-        replacement.exchange.open_outgoing(offer, ticket, source, run.replaced.append, queued=queued)
-        schedule_prefill(run, rng, replacement, longest_s=2.0 if queued else 8.0)  # blocks may wait for it
+        replacement.exchange.open_outgoing(offer, ticket, run.replaced.append)
+        start = partial(replacement.exchange.start_outgoing, run.transfer, source)
+        if not queued:
+            start()
+        schedule_prefill(run, rng, replacement, start, longest_s=2.0 if queued else 8.0)  # blocks may wait for it
 
     def lost(error: PdserveError) -> None:
         assert isinstance(error, TransferError)
@@ -143,10 +149,13 @@ def abort(run: Run, aborter: str) -> None:
         run.receiver.exchange.abort_incoming(run.transfer, error)
 
 
-def schedule_prefill(run: Run, rng: random.Random, worker: SimulatedWorker, longest_s: float = 8.0) -> float:
-    """Chunks of random sizes, layer by layer, then the sampled token. Returns when the first one begins."""
+def schedule_prefill(
+    run: Run, rng: random.Random, worker: SimulatedWorker, begin: Callable[[], None], longest_s: float = 8.0
+) -> float:
+    """`begin`, then chunks of random sizes, layer by layer, then the sampled token. Returns when it begins."""
     begins_at, start = run.simulation.clock.now() + rng.choice((0.0, longest_s)), 0
     time_s = begins_at
+    run.simulation.call_at(time_s, partial(worker.command, begin))
     while start < TOKEN_COUNT:
         stop = min(TOKEN_COUNT, start + rng.choice((1, 7, 16, 31, 32, 33, 70)))
         for layer in range(LAYOUT.layer_count):

@@ -14,7 +14,7 @@ from kernels.ops import StepBatch, slots_of
 from model.decoder import Decoder
 from pdserve.errors import InternalError
 from support.checkpoints import Family, TinyShape, write_tiny_checkpoint
-from support.steps import Part, step
+from support.steps import Chunk, step
 
 LENGTH = 300  # more than one tile of attention
 PROMPT = torch.randint(0, 257, (LENGTH,), generator=torch.Generator().manual_seed(9)).tolist()
@@ -43,11 +43,11 @@ class Sequences:
         order = torch.randperm(shape.block_count, generator=torch.Generator().manual_seed(block_tokens))
         self.blocks = order[: per_sequence * count].view(count, per_sequence).tolist()
 
-    def part(self, start: int, stop: int, sequence: int = 0, prompt: Sequence[int] = PROMPT) -> Part:
-        return Part(prompt[start:stop], start, self.blocks[sequence])
+    def chunk(self, start: int, stop: int, sequence: int = 0, prompt: Sequence[int] = PROMPT) -> Chunk:
+        return Chunk(prompt[start:stop], start, self.blocks[sequence])
 
-    def forward(self, *parts: Part) -> torch.Tensor:
-        return self.decoder.forward(step(*parts), self.cache)
+    def forward(self, *chunks: Chunk) -> torch.Tensor:
+        return self.decoder.forward(step(*chunks), self.cache)
 
     def kv(self, start: int, stop: int, sequence: int = 0) -> torch.Tensor:
         """[layer, 2, tokens, Hkv, D]."""
@@ -59,7 +59,7 @@ class Sequences:
 def whole(decoder: Decoder, prompt: Sequence[int] = PROMPT) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits and KV of a prefill in one pass."""
     sequences = Sequences(decoder)
-    logits = sequences.forward(sequences.part(0, LENGTH, prompt=prompt))
+    logits = sequences.forward(sequences.chunk(0, LENGTH, prompt=prompt))
     return logits, sequences.kv(0, LENGTH)
 
 
@@ -73,7 +73,7 @@ def test_chunks_give_the_bits_of_the_whole_prompt(
     sequences = Sequences(decoder)
     for start in range(0, LENGTH, chunk):
         stop = min(start + chunk, LENGTH)
-        logits = sequences.forward(sequences.part(start, stop))
+        logits = sequences.forward(sequences.chunk(start, stop))
         assert torch.equal(logits, wanted[start:stop]), f"logits of [{start}, {stop})"
     assert torch.equal(sequences.kv(0, LENGTH), wanted_kv)
 
@@ -85,8 +85,8 @@ def test_neither_block_size_nor_threads_show(kernels: Kernels, tmp_path: Path, b
     wanted, wanted_kv = whole(decoder)
     sequences = Sequences(decoder, block_tokens=block_tokens)
     kernels.set_threads(threads)
-    logits = sequences.forward(sequences.part(0, 290))
-    decoded = [sequences.forward(sequences.part(p, p + 1)) for p in range(290, LENGTH)]
+    logits = sequences.forward(sequences.chunk(0, 290))
+    decoded = [sequences.forward(sequences.chunk(p, p + 1)) for p in range(290, LENGTH)]
     assert torch.equal(torch.cat([logits, *decoded]), wanted)
     assert torch.equal(sequences.kv(0, LENGTH), wanted_kv)
 
@@ -102,9 +102,9 @@ def test_a_sequence_in_a_mixed_batch_has_the_bits_it_has_alone(
     sequences = Sequences(decoder, count=len(ranges))
     for index, (start, _) in enumerate(ranges):
         if start:
-            sequences.forward(sequences.part(0, start, index, prompts[index]))
+            sequences.forward(sequences.chunk(0, start, index, prompts[index]))
     mixed = sequences.forward(
-        *(sequences.part(start, stop, index, prompts[index]) for index, (start, stop) in enumerate(ranges))
+        *(sequences.chunk(start, stop, index, prompts[index]) for index, (start, stop) in enumerate(ranges))
     )
     row = 0
     for index, (start, stop) in enumerate(ranges):
@@ -117,8 +117,8 @@ def test_a_sequence_in_a_mixed_batch_has_the_bits_it_has_alone(
 def test_only_the_wanted_rows_have_logits(kernels: Kernels, tmp_path: Path) -> None:
     decoder = load(kernels, tmp_path, torch.float32)
     sequences = Sequences(decoder)
-    wanted = sequences.forward(sequences.part(0, 50))
-    batch = step(sequences.part(0, 50))
+    wanted = sequences.forward(sequences.chunk(0, 50))
+    batch = step(sequences.chunk(0, 50))
     for rows in ([49], [0, 7, 33], []):
         some = StepBatch(batch.token_ids, batch.sequences, rows)
         assert torch.equal(decoder.forward(some, sequences.cache), wanted[rows])
@@ -135,16 +135,16 @@ def test_a_layer_is_announced_when_its_kv_is_complete_and_before_the_next(kernel
         later_untouched = bool(kv[layer + 1 :].isnan().all())
         heard.append((layer, torch.equal(kv[layer], wanted[layer]), later_untouched))
 
-    batch = step(sequences.part(0, LENGTH))
+    batch = step(sequences.chunk(0, LENGTH))
     decoder.forward(batch, sequences.cache, after_layer)
     assert heard == [(0, True, True), (1, True, True)]
 
 
 def test_logits_that_are_not_finite_are_an_error_that_names_the_rows(kernels: Kernels, tmp_path: Path) -> None:
     sequences = Sequences(load(kernels, tmp_path, torch.float32), count=2)
-    sequences.forward(sequences.part(0, 8), sequences.part(0, 4, 1))
+    sequences.forward(sequences.chunk(0, 8), sequences.chunk(0, 4, 1))
     slot = torch.tensor([32 * sequences.blocks[1][0]])
     poison = torch.full((1, 2, 20), float("inf"))
     sequences.decoder.kernels.write_kv(sequences.cache, 0, slot, poison, poison)
     with pytest.raises(InternalError, match=r"rows \[2, 3\]"):
-        sequences.forward(sequences.part(8, 10), sequences.part(4, 6, 1))
+        sequences.forward(sequences.chunk(8, 10), sequences.chunk(4, 6, 1))

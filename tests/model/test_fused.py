@@ -16,7 +16,7 @@ from model.decoder import Decoder
 from pdserve.errors import InternalError
 from support.checkpoints import Family, TinyShape, write_tiny_checkpoint
 from support.kernels import make_kernels, make_stalling
-from support.steps import Part, step
+from support.steps import Chunk, step
 
 LENGTH = 700  # two whole segments of attention and a part of one
 PROMPT = torch.randint(0, 257, (LENGTH,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -72,9 +72,9 @@ def test_one_call_equals_the_operations_one_by_one(tmp_path: Path, path: str, dt
     decoder = load(make_kernels(path), tmp_path, name, dtype)
     first, second = list(range(10, -1, -1)), list(range(11, 22))
     passes = [
-        step(Part(PROMPT[:300], 0, first), Part(PROMPT[7:8], 0, second)),
-        step(Part(PROMPT[300:301], 300, first), Part(PROMPT[8:60], 1, second)),
-        step(Part(PROMPT[301:302], 301, first)),
+        step(Chunk(PROMPT[:300], 0, first), Chunk(PROMPT[7:8], 0, second)),
+        step(Chunk(PROMPT[300:301], 300, first), Chunk(PROMPT[8:60], 1, second)),
+        step(Chunk(PROMPT[301:302], 301, first)),
     ]
     caches = [poisoned_cache(decoder, 22, 32) for _ in range(2)]
     for batch in passes:
@@ -96,12 +96,12 @@ def test_seven_hundred_decode_steps_give_the_bits_of_one_prefill(
     decoder = load(kernels, tmp_path, "llama, three query heads a group, tied", dtype)
     count = -(-LENGTH // block_tokens)
     whole = poisoned_cache(decoder, 22, 32)
-    wanted = decoder.forward(step(Part(PROMPT, 0, range(22))), whole)
+    wanted = decoder.forward(step(Chunk(PROMPT, 0, range(22))), whole)
     cache, blocks = poisoned_cache(decoder, count, block_tokens), list(range(count))[::-1]
     for position in range(LENGTH):
         if position in MORE_THREADS:
             kernels.set_threads(MORE_THREADS[position])
-        logits = decoder.forward(step(Part(PROMPT[position : position + 1], position, blocks)), cache)
+        logits = decoder.forward(step(Chunk(PROMPT[position : position + 1], position, blocks)), cache)
         assert torch.equal(logits, wanted[position : position + 1]), f"position {position}"
     assert torch.equal(kv(decoder, cache, blocks, LENGTH), kv(decoder, whole, range(22), LENGTH))
 
@@ -115,9 +115,9 @@ def test_a_thread_that_stops_in_its_work_is_overtaken_without_a_trace(tmp_path: 
     for threads in (1, 3):
         kernels.set_threads(threads)
         cache = poisoned_cache(decoder, 22, 32)
-        logits = [decoder.forward(step(Part(PROMPT[:290], 0, range(22))), cache)]
+        logits = [decoder.forward(step(Chunk(PROMPT[:290], 0, range(22))), cache)]
         for position in range(290, 330, 2):
-            batch = step(Part(PROMPT[position : position + 2], position, range(22)))
+            batch = step(Chunk(PROMPT[position : position + 2], position, range(22)))
             logits.append(decoder.forward(batch, cache))
         results.append((torch.cat(logits), kv(decoder, cache, range(22), 330)))
     assert torch.equal(results[0][0], results[1][0])
@@ -136,9 +136,9 @@ def test_what_a_layers_listener_raises_ends_the_pass_and_comes_out(tmp_path: Pat
         raise KeyError("stop")
 
     with pytest.raises(KeyError, match="stop"):
-        decoder.forward(step(Part(PROMPT[:9], 0, [0, 1])), cache, after_layer)
+        decoder.forward(step(Chunk(PROMPT[:9], 0, [0, 1])), cache, after_layer)
     assert heard == [0]
-    assert decoder.forward(step(Part(PROMPT[:9], 0, [0, 1])), cache).isfinite().all(), "the next pass is not harmed"
+    assert decoder.forward(step(Chunk(PROMPT[:9], 0, [0, 1])), cache).isfinite().all(), "the next pass is not harmed"
 
 
 @pytest.mark.parametrize("path", CPU)
@@ -146,7 +146,7 @@ def test_the_float32_bits_are_the_same_on_every_path(tmp_path: Path, path: str) 
     portable, other = (
         load(make_kernels(name), tmp_path / name, "llama, odd sizes", torch.float32) for name in ("cpu-portable", path)
     )
-    batch = step(Part(PROMPT[:300], 0, range(10)))
+    batch = step(Chunk(PROMPT[:300], 0, range(10)))
     results = [each.forward(batch, poisoned_cache(each, 10, 32)) for each in (portable, other)]
     assert torch.equal(*results)
 
@@ -155,4 +155,4 @@ def test_one_call_names_the_rows_that_are_not_finite(tmp_path: Path) -> None:
     decoder = load(make_kernels("cpu-portable"), tmp_path, "llama, odd sizes", torch.bfloat16)
     cache = poisoned_cache(decoder, 2, 32)
     with pytest.raises(InternalError, match=r"rows \[1, 2\]"):
-        decoder.forward(step(Part([5], 0, [0]), Part([5, 6], 3, [1])), cache)
+        decoder.forward(step(Chunk([5], 0, [0]), Chunk([5, 6], 3, [1])), cache)

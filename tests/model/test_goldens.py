@@ -13,7 +13,7 @@ from kernels import select
 from model.decoder import Decoder
 from model.embedded import embedded_model_directory
 from support.checkpoints import Family, TinyShape, write_tiny_checkpoint
-from support.steps import Part, step
+from support.steps import Chunk, step
 
 BLOCK_TOKENS = 16
 PROMPT_LENGTH = 300  # more than one tile of attention
@@ -91,7 +91,7 @@ class Ours:
         self.blocks = range(block_count)[::-1]
 
     def logits(self, ids: list[int], start: int) -> torch.Tensor:
-        return self.decoder.forward(step(Part(ids, start, self.blocks)), self.cache)
+        return self.decoder.forward(step(Chunk(ids, start, self.blocks)), self.cache)
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
         output = [int(self.logits(prompt, 0)[-1].argmax())]

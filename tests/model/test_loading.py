@@ -15,7 +15,7 @@ from model.decoder import Decoder
 from model.weights import iterate_weights, weights_digest
 from pdserve.errors import ConfigError
 from support.checkpoints import TinyShape, edit_config, write_tiny_checkpoint
-from support.steps import Part, step
+from support.steps import Chunk, step
 
 Tensors = dict[str, torch.Tensor]
 
@@ -26,7 +26,7 @@ def load(directory: Path, dtype: torch.dtype = torch.float32) -> Decoder:
 
 def logits(decoder: Decoder) -> torch.Tensor:
     cache = decoder.kernels.make_cache(decoder.cache_shape(1, 16))
-    return decoder.forward(step(Part([1, 2, 3], 0, [0])), cache)
+    return decoder.forward(step(Chunk([1, 2, 3], 0, [0])), cache)
 
 
 def edit_tensors(directory: Path, edit: Callable[[Tensors], object]) -> None:

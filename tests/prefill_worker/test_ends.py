@@ -12,7 +12,8 @@ from engine.sequence import Sequence
 from pdserve.errors import TransferError
 from pdserve.types import Owner, SamplingParams, Ticket
 from support.checkpoints import TinyShape, write_tiny_checkpoint
-from support.engines import Job, Pair, make_engine
+from support.engines import Job, make_engine
+from support.pairs import Pair
 
 PROMPT = list(range(1, 40))
 PARAMS = SamplingParams(max_tokens=4)

@@ -13,7 +13,8 @@ from pdserve.tracing import TraceEvent
 from pdserve.types import SamplingParams
 from prefill_worker.release import Release
 from support.checkpoints import TinyShape, write_tiny_checkpoint
-from support.engines import Job, Pair, make_engine
+from support.engines import Job, make_engine
+from support.pairs import Pair
 
 CHUNKS = [(0, 4), (4, 6)]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=2)
@@ -28,15 +29,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def given_after_each_layer(mode: str) -> list[int]:
-    """How many ranges were given after each of four layers of the two chunks, and at the end."""
+    """How many ranges were given after each of four layers of the two chunks."""
     given: list[tuple[int, int, int]] = []
-    release = Release(mode, 2, lambda *part: given.append(part))
+    release = Release(mode, 2, CHUNKS[-1][1], lambda *part: given.append(part))
     counts = []
     for start, stop in CHUNKS:
         for layer in range(2):
             release.computed(layer, start, stop)
             counts.append(len(given))
-    release.finish()
     assert given == [(layer, *chunk) for chunk in CHUNKS for layer in range(2)]
     return counts
 
@@ -44,7 +44,7 @@ def given_after_each_layer(mode: str) -> list[int]:
 def test_each_mode_gives_every_range_once_in_order_and_in_its_time() -> None:
     assert given_after_each_layer("layerwise") == [1, 2, 3, 4]
     assert given_after_each_layer("chunkwise") == [0, 2, 2, 4]
-    assert given_after_each_layer("whole") == [0, 0, 0, 0]
+    assert given_after_each_layer("whole") == [0, 0, 0, 4]
 
 
 def test_unknown_mode_is_refused_with_the_known_ones() -> None:
@@ -63,10 +63,10 @@ def generate(checkpoint: Path, mode: str) -> tuple[Job, list[TraceEvent]]:
     job = Job(PROMPT, PARAMS)
     with Pair(prefill, decode, TransferConfig(mode=mode)) as pair:
         pair.start(job)
-        prefill.step(wait_s=WAIT_S)  # the decode worker has issued its ticket at once
+        pair.prefill_worker.step(wait_s=WAIT_S)  # the decode worker has issued its ticket at once
         until = time.monotonic() + WAIT_S
         while mode != "whole" and not frames_sent(pair.trace.events()):
-            decode.step(wait_s=0.001)
+            pair.decode_worker.step(wait_s=0.001)
             assert time.monotonic() < until, "nothing left"
         pair.finish(job)
         return job, pair.trace.events()

@@ -18,7 +18,7 @@ from router.generation import OutputText
 from router.in_flight import Attempt
 from router.suspicion import Suspicion
 from simulation import simulate
-from simulation.model import TagStore
+from simulation.executor import TagStore
 
 _SEEDS = 500
 

@@ -1,39 +1,27 @@
-"""Engines without Ray or router: one alone, or a prefill and a decode worker's joined by two links."""
+"""Engines of their own in tests: jobs go in, and what came of them is kept."""
 
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
-from decode_worker.service import DecodeService
+from engine.blocks import BlockPool
 from engine.engine import Engine
+from engine.events import Ended, EngineEvent, EngineListener, Tokens
 from engine.sequence import Sequence
-from kvtransfer.ladder import Ladder, LadderLimits
-from kvtransfer.layout import KVLayout
-from kvtransfer.link import Link
-from kvtransfer.transports.memory import MemoryNetwork
-from model.build import build_engine
-from pdserve.clock import SystemClock
-from pdserve.config import EngineConfig, TransferConfig
+from model.build import build_model
+from pdserve.config import EngineConfig
 from pdserve.errors import PdserveError
-from pdserve.logs import logger
-from pdserve.tracing import Trace
-from pdserve.types import Finish, Owner, SampledToken, SamplingParams, Ticket
-from prefill_worker.service import PrefillService
+from pdserve.types import Finish, Load, Owner, SampledToken, SamplingParams
 
 _numbers = itertools.count()
-_DEADLINE_S = 60.0
 
 
-def make_engine(directory: Path, **settings: int) -> Engine:
-    """An engine with one thread and a small pool, unless `settings` of EngineConfig say otherwise."""
-    config = EngineConfig(**{"threads": 1, "kv_cache_mb": 8, "max_step_tokens": 64, **settings})
-    return build_engine(directory, "auto", "auto", config).engine
+def new_owner() -> Owner:
+    return Owner("tests", f"job-{next(_numbers)}", "router", 1)
 
 
 @dataclass(slots=True)
@@ -51,145 +39,66 @@ class Job:
     def token_ids(self) -> list[int]:
         return [token.token_id for token in self.tokens]
 
-    # As the sink of its sequence.
-
-    def on_leased(self, sequence: Sequence) -> None: ...
-
-    def on_preempted(self, sequence: Sequence) -> None: ...
-
-    def on_tokens(self, sequence: Sequence, tokens: ListLike[SampledToken]) -> None:
+    def add(self, first_position: int, tokens: ListLike[SampledToken]) -> None:
+        assert first_position == len(self.output) + len(self.tokens)
         self.tokens += tokens
 
-    def on_end(self, sequence: Sequence, outcome: Finish | PdserveError | None) -> None:
+    def end(self, outcome: Finish | PdserveError | None) -> None:
+        assert not self.ended
         self.outcome = outcome
         self.ended += 1
 
 
-def run(engine: Engine, *jobs: Job) -> None:
+class TestedEngine(Engine):
+    """An engine with a listener that keeps all it hears and gives jobs what is theirs. `listener` is told as well."""
+
+    __test__ = False
+
+    def __init__(self, directory: Path, config: EngineConfig) -> None:
+        built = build_model(directory, "auto", "auto", config)
+        self.executor = built.executor
+        self.pool = BlockPool(self.executor.capacity.block_count, self.executor.capacity.block_tokens)
+        self.jobs: dict[Owner, Job] = {}
+        self.events: list[EngineEvent] = []
+        self.listener: EngineListener | None = None
+        super().__init__(built.executor, config, built.max_model_len, self, self.pool)
+
+    def start(self, job: Job, owner: Owner | None = None, **settings: Any) -> Sequence:
+        """Submit a job; `settings` are the sequence's."""
+        owner = owner or new_owner()
+        self.jobs[owner] = job
+        sequence = Sequence(owner, job.prompt, job.output, job.params, **settings)
+        self.submit(sequence)
+        return sequence
+
+    def on_engine(self, events: tuple[EngineEvent, ...], load: Load) -> None:
+        self.events += events
+        for event in events:
+            job = self.jobs.get(event.owner)
+            if job is not None and isinstance(event, Tokens):
+                job.add(event.first_position, event.tokens)
+            elif job is not None and isinstance(event, Ended):
+                job.end(event.outcome)
+        if self.listener is not None:
+            self.listener.on_engine(events, load)
+
+
+def make_engine(directory: Path, **settings: int) -> TestedEngine:
+    """An engine with one thread and a small pool, unless `settings` of EngineConfig say otherwise."""
+    return TestedEngine(directory, EngineConfig(**{"threads": 1, "kv_cache_mb": 8, "max_step_tokens": 64, **settings}))
+
+
+def run(engine: TestedEngine, *jobs: Job) -> None:
     """Submit all jobs at once and step until they have ended; check the pool after every step."""
     for job in jobs:
-        owner = Owner("tests", f"job-{next(_numbers)}", "router", 1)
-        engine.submit(Sequence(owner, job.prompt, job.output, job.params, job))
+        engine.start(job)
+    finish(engine, *jobs)
+    assert engine.idle()
+
+
+def finish(engine: TestedEngine, *jobs: Job) -> None:
+    """Step until all jobs have ended; check the pool after every step."""
     while not all(job.ended for job in jobs):
         assert engine.step(), "nothing to do, and a job has not ended"
         engine.check_integrity()
-    assert engine.idle()
     assert engine.load().blocks.leased == 0
-
-
-class Pair:
-    """A prefill and a decode worker in one process, their links over memory. Serves Jobs as a router would.
-
-    `spare`: another prefill worker's engine, which gets the tickets of later epochs. Without it decode prefills then.
-    """
-
-    def __init__(
-        self, prefill: Engine, decode: Engine, config: TransferConfig | None = None, spare: Engine | None = None
-    ) -> None:
-        self.trace = Trace()
-        self.jobs: dict[Owner, Job] = {}
-        self.prefill, self.decode = prefill, decode
-        self.engines = [engine for engine in (prefill, decode, spare) if engine is not None]
-        self._network = MemoryNetwork()
-        self._config = config or TransferConfig()
-        self.links: list[Link] = []
-        self.prefill_reports = PrefillReports()
-        self.decode_reports = DecodeReports(self)
-        self.prefill_service = self._prefill_service(prefill)
-        self.spare_service = self._prefill_service(spare) if spare is not None else None
-        ladder = Ladder(LadderLimits.from_config(self._config))
-        self.decode_service = DecodeService(
-            decode, self._link(decode), self.decode_reports, ladder, SystemClock(), max_queued=64
-        )
-
-    def _prefill_service(self, engine: Engine) -> PrefillService:
-        link, mode = self._link(engine), self._config.mode
-        return PrefillService(engine, link, self.prefill_reports, self.trace, max_queued=64, mode=mode)
-
-    def _link(self, engine: Engine) -> Link:
-        shape = engine.store.shape
-        layout = KVLayout(shape.layer_count, shape.kv_heads, shape.head_dim, str(shape.dtype).removeprefix("torch."))
-        transport = self._network.transport()
-        self.links.append(Link(transport, layout, b"weights", self._config, SystemClock(), self.trace, logger("test")))
-        return self.links[-1]
-
-    def __enter__(self) -> Pair:
-        for link in self.links:
-            link.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for link in self.links:
-            link.close()
-
-    def start(self, job: Job) -> Owner:
-        """Hand a job to the decode worker, which will issue a ticket for the prefill worker."""
-        owner = Owner("tests", f"job-{next(_numbers)}", "router", 1)
-        self.jobs[owner] = job
-        self.decode_service.start(owner, job.prompt, job.output, job.params, local_prefill=False)
-        return owner
-
-    def run(self, *jobs: Job) -> None:
-        """Start all jobs at once and step until they have ended and all pools are whole again."""
-        for job in jobs:
-            self.start(job)
-        self.finish(*jobs)
-
-    def finish(self, *jobs: Job) -> None:
-        self.step_until(lambda: all(job.ended for job in jobs))
-        self.step_until(lambda: all(engine.idle() for engine in self.engines))
-        for engine in self.engines:
-            assert engine.load().blocks.leased == 0
-
-    def step_until(self, condition: Callable[[], bool], *only: Engine) -> None:
-        """Step all engines, or these, until the condition holds; check their pools after every step."""
-        deadline = time.monotonic() + _DEADLINE_S
-        while not condition():
-            for engine in only or self.engines:
-                engine.step(wait_s=0.001)
-                engine.check_integrity()
-            assert time.monotonic() < deadline, "it did not come to that in time"
-
-
-class PrefillReports:
-    """Keeps how each prefill ended, one end a sender."""
-
-    def __init__(self) -> None:
-        self.ended: dict[Owner, list[PdserveError | None]] = {}
-
-    def terminal(self, owner: Owner, outcome: PdserveError | None) -> None:
-        self.ended.setdefault(owner, []).append(outcome)
-
-
-class DecodeReports:
-    """Passes tickets on to the prefill worker and tokens to their job."""
-
-    def __init__(self, pair: Pair) -> None:
-        self._pair = pair
-        self.tickets: list[Ticket] = []
-        self.local_prefills: list[Owner] = []
-
-    def local_prefill(self, owner: Owner, reason: str) -> None:
-        self.local_prefills.append(owner)
-
-    def ticket(self, owner: Owner, ticket: Ticket) -> None:
-        job = self._pair.jobs[owner]
-        self.tickets.append(ticket)
-        service = self._pair.prefill_service if ticket.epoch == 1 else self._pair.spare_service
-        if service is None:
-            self._pair.decode_service.prefill_locally(owner)
-        else:
-            service.start(owner, job.prompt, job.output, job.params, ticket)
-
-    def tokens(self, batch: list[tuple[Owner, int, ListLike[SampledToken]]]) -> None:
-        for owner, first_position, tokens in batch:
-            job = self._pair.jobs[owner]
-            assert first_position == len(job.output) + len(job.tokens)
-            job.tokens += tokens
-
-    def terminal(self, owner: Owner, outcome: Finish | PdserveError | None) -> None:
-        job = self._pair.jobs[owner]
-        job.outcome = outcome
-        job.ended += 1

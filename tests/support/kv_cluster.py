@@ -16,12 +16,12 @@ from typing import cast
 from decode_worker.service import DecodeService
 from engine.engine import Engine
 from kvtransfer.ladder import Ladder, LadderLimits
-from kvtransfer.layout import KVLayout
 from kvtransfer.link import Link
 from kvtransfer.transports.faulty import FaultyTransport
 from pdserve.clock import ManualClock
 from pdserve.config import TransferConfig
 from pdserve.errors import PdserveError, TransferError
+from pdserve.kv_format import KVFormat
 from pdserve.logs import logger
 from pdserve.tracing import Trace
 from pdserve.types import Finish, Owner, SampledToken, SamplingParams, Ticket
@@ -30,7 +30,7 @@ from support.kv_engine import SimulatedEngine
 from support.kv_simulation import NetworkFaults, Simulation, earliest, wait_until
 from support.kv_store import FakeStore
 
-LAYOUT = KVLayout(layer_count=2, kv_heads=1, head_dim=8, dtype="bfloat16")  # 32 bytes a token and layer
+LAYOUT = KVFormat(layer_count=2, kv_heads=1, head_dim=8, item="bfloat16")  # 32 bytes a token and layer
 CONFIG = TransferConfig(
     window_bytes=1024,
     max_frame_bytes=300,

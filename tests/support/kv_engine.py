@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from engine.sequence import KVSource, Phase, Sequence
-from kvtransfer.layout import KVLayout
 from pdserve.errors import PdserveError
+from pdserve.kv_format import KVFormat
 from pdserve.types import Finish, FinishReason, Owner, SampledToken
 from support.kv_store import FakeStore
 
@@ -26,7 +26,7 @@ Later = Callable[[float, Callable[[], None]], None]
 class WatchedStore(FakeStore):
     """A sequence's KV that knows which of it is there."""
 
-    def __init__(self, layout: KVLayout, token_count: int) -> None:
+    def __init__(self, layout: KVFormat, token_count: int) -> None:
         super().__init__(layout, token_count)
         self.there = np.zeros((layout.layer_count, token_count), bool)
         self.early_reads = 0
@@ -50,7 +50,7 @@ class SimulatedEngine:
 
     def __init__(
         self,
-        layout: KVLayout,
+        layout: KVFormat,
         pool_tokens: int,
         rng: random.Random,
         later: Later,

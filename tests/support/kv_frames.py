@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvtransfer.frames import Abort, Ack, Commit, Credit, Frame, Gone, Have, Layer, Nack, Open, Ping
-from kvtransfer.layout import KVLayout
+from pdserve.kv_format import KVFormat
 from pdserve.types import SampledToken
 
 ID = bytes(range(16))
-LAYOUT = KVLayout(30, 3, 64, "bfloat16")
+LAYOUT = KVFormat(30, 3, 64, "bfloat16")
 OPEN = Open(ID, 1, LAYOUT, b"weights", b"h" * 16, 32, 100, 32, 1 << 20)
 LAYER = Layer(ID, 1, 29, 32, 40, spent=999, payload_bytes=16)
 COMMIT = Commit(ID, 1, (SampledToken(7, -0.5, ((7, -0.5), (8, -2.0))), SampledToken(9)), payload_bytes=24)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from kvtransfer.layout import KVLayout, KVReader, KVWriter
+from kvtransfer.kv_access import KVReader, KVWriter
 from kvtransfer.link import Link
 from kvtransfer.transports.base import Transport
 from kvtransfer.transports.carried import CarriedLimits, CarriedTransport
@@ -20,12 +20,13 @@ from kvtransfer.transports.zmq import CurveKey, ZmqTransport, ipc_endpoint
 from pdserve.clock import SystemClock
 from pdserve.config import TransferConfig
 from pdserve.errors import PdserveError
+from pdserve.kv_format import KVFormat
 from pdserve.logs import logger
 from pdserve.tracing import Trace
 from pdserve.types import Owner, SampledToken, Ticket
 from support.kv_store import FakeStore
 
-LAYOUT = KVLayout(layer_count=2, kv_heads=1, head_dim=32, dtype="float32")  # 256 bytes a token and layer
+LAYOUT = KVFormat(layer_count=2, kv_heads=1, head_dim=32, item="float32")  # 256 bytes a token and layer
 # Patient: a side that is away for some seconds, as happens on a busy machine, is not taken for lost. Lost frames are
 # asked for soon.
 CONFIG = TransferConfig(
@@ -77,7 +78,7 @@ def gloo_carrier(timeout_s: float) -> Carrier:
 def make_link(
     transport: Transport,
     config: TransferConfig = CONFIG,
-    layout: KVLayout = LAYOUT,
+    layout: KVFormat = LAYOUT,
     model: bytes = b"model",
     trace: Trace | None = None,
     max_transfers: int = 64,
@@ -175,4 +176,5 @@ def send_layers(link: Link, ticket: Ticket, layers: int, token_stop: int, chunk_
 def open_sender(
     link: Link, ticket: Ticket, token_ids: Sequence[int], reader: KVReader, on_end: Callable[..., None]
 ) -> None:
-    link.open_sender(ticket, OWNER, token_ids, len(token_ids), reader, on_end)
+    link.open_sender(ticket, OWNER, token_ids, len(token_ids), on_end)
+    link.start_sender(ticket.transfer_id, reader)

@@ -288,7 +288,8 @@ class _Child:
         given = Ticket(**ticket | {"transfer_id": bytes.fromhex(ticket["transfer_id"])})
         store = FakeStore.random(LAYOUT, TOKEN_COUNT, seed=1)
         on_end = self._on_end(name, "prefill", store)
-        self._links[link].open_sender(given, OWNER, range(TOKEN_COUNT), TOKEN_COUNT, store, on_end)
+        self._links[link].open_sender(given, OWNER, range(TOKEN_COUNT), TOKEN_COUNT, on_end)
+        self._links[link].start_sender(given.transfer_id, store)
         send_layers(self._links[link], given, LAYOUT.layer_count, TOKEN_COUNT, CHUNK_TOKENS)
         if commit:
             self._links[link].commit(given.transfer_id, TOKENS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvtransfer.layout import KVLayout
+from pdserve.kv_format import KVFormat
 
 
 class FakeStore:
@@ -13,7 +13,7 @@ class FakeStore:
     After `close`, which a test calls where blocks would be given back, any access is a test failure that raises.
     """
 
-    def __init__(self, layout: KVLayout, token_count: int) -> None:
+    def __init__(self, layout: KVFormat, token_count: int) -> None:
         shape = (layout.layer_count, token_count, layout.row_bytes)
         self.keys = np.zeros(shape, np.uint8)
         self.values = np.zeros(shape, np.uint8)
@@ -23,7 +23,7 @@ class FakeStore:
         self._closed = False
 
     @classmethod
-    def random(cls, layout: KVLayout, token_count: int, seed: int) -> FakeStore:
+    def random(cls, layout: KVFormat, token_count: int, seed: int) -> FakeStore:
         store = cls(layout, token_count)
         generator = np.random.default_rng(seed)
         store.keys[:] = generator.integers(0, 256, store.keys.shape, np.uint8)

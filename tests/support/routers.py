@@ -10,12 +10,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from deploy.spec import WorkerSpec
 from kvtransfer.transports.zmq import CurveKey
 from pdserve.config import Config, RouterConfig, TransferConfig
 from pdserve.types import Role
 from router.server import Router
 from worker.process import Worker
+from worker.spec import WorkerSpec
 
 MODEL = "small"
 

@@ -12,7 +12,7 @@ from kernels.ops import SequenceRows, StepBatch
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Chunk:
     """One sequence's rows in a step: `tokens` stand at positions start, start + 1, ..."""
 
     tokens: Sequence[int]
@@ -20,13 +20,13 @@ class Part:
     blocks: Sequence[int]
 
 
-def step(*parts: Part) -> StepBatch:
-    """A step over `parts`, in this order, that wants the logits of every row."""
+def step(*chunks: Chunk) -> StepBatch:
+    """A step over `chunks`, in this order, that wants the logits of every row."""
     sequences: list[SequenceRows] = []
     token_ids: list[int] = []
-    for part in parts:
-        sequences.append(SequenceRows(len(token_ids), len(part.tokens), part.start, part.blocks))
-        token_ids += part.tokens
+    for chunk in chunks:
+        sequences.append(SequenceRows(len(token_ids), len(chunk.tokens), chunk.start, chunk.blocks))
+        token_ids += chunk.tokens
     return StepBatch(token_ids, tuple(sequences), range(len(token_ids)))
 
 

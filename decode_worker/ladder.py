@@ -1,6 +1,6 @@
 """The ladder: what a receiver does when the sender it had is gone. One door, a budget a transfer, a cooldown a rung.
 
-    RESEND          missing and damaged frames are asked for again: within the transfer (receiver.py), not here
+    RESEND          missing and damaged frames are asked for again: within the transfer (kvtransfer), not here
     ANOTHER_SENDER  a new epoch, for which somebody sends what is still missing
     LOCAL           the receiver computes the rest itself; always possible, so the ladder has an end
 
