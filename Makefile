@@ -35,7 +35,7 @@ failover: setup
 # Every drill on clusters of its own, with a verdict each; the timelines in build/drills.html.
 drills: setup
 	mkdir -p build
-	$(BIN)/python -m deploy.cli drill run all --html build/drills.html
+	$(BIN)/python -m deploy drill run all --html build/drills.html
 
 lint: setup
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ from types import TracebackType
 import grpc
 
 _METHOD = "/pdserve.bench.Echo/Echo"
+_CHANNEL_OPTIONS = (("grpc.enable_http_proxy", 0),)
 _MESSAGE = bytes(256)  # about a step's tokens of a few streams
 
 
@@ -42,7 +43,7 @@ class EchoTraffic:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=_CHANNEL_OPTIONS) as channel:
             call = channel.unary_unary(_METHOD)
             await self._keep_calling(call)
         await server.stop(0)

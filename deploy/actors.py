@@ -13,6 +13,7 @@ from typing import Any
 
 import ray
 
+import deploy.own_modules  # noqa: F401  before anything of the product is imported
 from deploy.spec import RouterSpec
 from deploy.termination import on_sigterm
 from pdserve import crash_report, logs

@@ -1,20 +1,22 @@
 """The pdserve command.
 
-Exit codes: 0 done, 1 it failed (the cluster, a request), 2 a setting or argument is wrong. One clear line each time.
+Exit codes: 0 done, 1 it failed (the cluster, a request, or nobody reads the output any more), 2 a setting or argument
+is wrong, 130 Ctrl-C, 143 SIGTERM while a cluster starts. One clear line each time. Output goes to stdout, all else to
+stderr; with --json stdout has JSON only.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +26,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from deploy import streams
 from deploy.commands import bench, drill
+from deploy.installation import child_environment
+from deploy.processes import end_processes, processes_of, terminate
 from deploy.runtime import ClusterState, RuntimeDirectory
 from deploy.termination import STOP_SIGNALS, exit_on_signals
 from pdserve import logs
@@ -44,6 +49,7 @@ app.add_typer(bench.app, name="bench")
 app.add_typer(drill.app, name="drill")
 _out = Console(highlight=False)
 _err = Console(stderr=True, highlight=False, soft_wrap=True)
+_STOP_TIMEOUT_S = 30.0  # for the process that runs the cluster to stop it
 _DRAIN_LOOK_S = 0.1  # a router tells nobody that a worker is drained: it is asked
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="TOML file; flags override it.")]
@@ -56,12 +62,24 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.
 
 def main() -> None:
     """Entry point: runs the command and turns errors into one line and an exit code."""
+    streams.take_over()
+    os.environ.update(child_environment())
+    code = _run()
+    sys.exit(code if streams.finish() else code or 1)
+
+
+def _run() -> int:
     try:
         app()
+    except SystemExit as done:
+        return done.code if isinstance(done.code, int) else int(done.code is not None)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     except (ConfigError, InvalidArgument) as error:
-        _fail(error, 2)
-    except PdserveError as error:
-        _fail(error, 1)
+        return _failed(error, 2)
+    except (PdserveError, OSError) as error:  # of OSError: this machine's disk, descriptors, memory
+        return _failed(error, 1)
+    return 0
 
 
 @app.command()
@@ -86,36 +104,31 @@ def up(
         "transfer": {"mode": transfer},
         "router": {"grpc_port": port},
     }
-    settings = _config(config, flags)
+    settings = _absolute(_config(config, flags))
     if detach:
         _start_detached(settings, sys.argv[1:], json_output)
     else:
         run_cluster(settings, json_output)
 
 
-def _terminate(processes: Sequence[psutil.Process]) -> None:
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.terminate()
-
-
 @app.command()
 def down(config: ConfigOption = None, runtime_dir: RuntimeOption = "") -> None:
     """Stop the cluster on this machine. Leaves no process, Ray session or shared memory behind."""
-    from deploy.cluster import stop_processes
-
     runtime = _runtime(config, runtime_dir)
-    supervisor = runtime.supervisor()
-    if supervisor is not None:
-        supervisor.send_signal(signal.SIGTERM)
-        psutil.wait_procs([supervisor], timeout=30.0)
-    leftover = runtime.processes()
-    stop_processes(runtime, lambda: _terminate(leftover))
-    runtime.remove()
-    if supervisor is None and not leftover:
+    runtime.check_own()
+    cluster_id, supervisor = runtime.cluster_id, runtime.supervisor()
+    if not cluster_id:
         _err.print("no cluster runs here")
-    else:
-        _err.print("the cluster is down")
+        return
+    if supervisor is not None:
+        terminate([supervisor])
+        psutil.wait_procs([supervisor], timeout=_STOP_TIMEOUT_S)
+        if runtime.supervisor() is not None:
+            supervisor.kill()
+    end_processes(cluster_id, lambda: terminate(processes_of(cluster_id)))
+    if runtime.cluster_id == cluster_id:
+        runtime.remove()
+    _err.print("the cluster is down")
 
 
 @app.command()
@@ -169,7 +182,7 @@ def generate(
     runtime_dir: RuntimeOption = "",
     json_output: JsonOption = False,
 ) -> None:
-    """Stream an answer from the running cluster."""
+    """Stream an answer from the running cluster. The model's text goes to stdout byte for byte, in UTF-8."""
     prompt = [("user", text)] if chat else text
     with Client(_addresses(address, config, runtime_dir)) as client:
         stream = client.generate(
@@ -187,14 +200,22 @@ def generate(
         several = (n or 1) > 1  # they come interleaved: printed when they have ended
         for delta in stream:
             if not json_output and not several:
-                _out.print(delta.text, end="", markup=False, soft_wrap=True)
+                _write_text(delta.text)
     if json_output:
-        _out.print_json(json.dumps(_result_object(stream.result)))
+        print(json.dumps(_result_object(stream.result), indent=2))
     elif several:
         for index, output in enumerate(stream.result.outputs):
-            _out.print(f"[{index}] {output.text}", markup=False, soft_wrap=True)
-    else:
-        _out.print()
+            _write_text(f"[{index}] {output.text}\n")
+    elif sys.stdout.isatty():
+        _write_text("\n")
+
+
+def _write_text(text: str) -> None:
+    """The model's text is data, so nothing renders it: no tab, control character or `:smile:` of it changes. It is
+    UTF-8 whatever stdout's encoding is, and whoever reads a pipe or a file has that and no more."""
+    sys.stdout.flush()
+    sys.stdout.buffer.write(text.encode())
+    sys.stdout.buffer.flush()
 
 
 def _config(path: Path | None, flags: dict[str, dict[str, Any]]) -> Config:
@@ -204,6 +225,17 @@ def _config(path: Path | None, flags: dict[str, dict[str, Any]]) -> Config:
         section: {key: value for key, value in keys.items() if value is not None} for section, keys in flags.items()
     }
     return config.override(given, "command line")
+
+
+def _absolute(config: Config) -> Config:
+    """Paths that stay what they are when the working directory is another one."""
+    path = os.path.abspath(os.path.expanduser(config.model.path)) if config.model.path else ""
+    runtime_dir = os.path.abspath(config.cluster.runtime_dir) if config.cluster.runtime_dir else ""
+    return replace(
+        config,
+        model=replace(config.model, path=path),
+        cluster=replace(config.cluster, runtime_dir=runtime_dir),
+    )
 
 
 def _runtime(path: Path | None, runtime_dir: str) -> RuntimeDirectory:
@@ -216,7 +248,7 @@ def _addresses(address: str, path: Path | None, runtime_dir: str) -> list[str]:
         return list(address_list(address))
     runtime = _runtime(path, runtime_dir)
     state = runtime.read_state()
-    if state is None or state.supervisor() is None:
+    if state is None:
         if runtime.supervisor() is not None:
             raise Unavailable(f"the cluster in {runtime.path} is starting; try again when it serves")
         raise Unavailable(
@@ -245,13 +277,16 @@ def run_cluster(config: Config, json_output: bool, under_test: UnderTest | None 
     def progress(stage: str) -> None:
         exit_on_signals()  # at every stage, because Ray puts its own handler in place when it starts
         if not json_output:
-            _out.print(f"starting {stage} …")
+            _out.print(f"starting {stage} ...")
 
     logs.configure(config.logging.level, "up")
     if not json_output:
         _print_config(config)
     begin = time.monotonic()
-    with LocalCluster(config, progress, under_test) as cluster:
+    os.chdir("/")  # the directory in which it was started is the user's to remove
+    with streams.libraries_silent() if json_output else contextlib.nullcontext():
+        started = LocalCluster(config, progress, under_test)
+    with started as cluster:
         info = cluster.info()
         if not json_output:
             stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in cluster.stage_seconds.items())
@@ -263,7 +298,7 @@ def run_cluster(config: Config, json_output: bool, under_test: UnderTest | None 
         with contextlib.suppress(KeyboardInterrupt, SystemExit):
             threading.Event().wait()
         if not json_output:
-            _out.print("stopping …")
+            _out.print("stopping ...")
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
@@ -278,7 +313,7 @@ def _start_detached(config: Config, arguments: list[str], json_output: bool) -> 
     exit_on_signals()
     if not json_output:
         _print_config(config)
-    command = [sys.executable, "-m", "deploy.cli", *(a for a in arguments if a != "--detach")]
+    command = [sys.executable, "-P", "-m", "deploy", *(a for a in arguments if a != "--detach")]
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True
@@ -315,7 +350,7 @@ def _wait_healthy(process: subprocess.Popen[bytes], runtime: RuntimeDirectory, t
 def _report(info: ServerInfo, routers: list[str], json_output: bool) -> None:
     """`routers`: the addresses of all; `info` is what one of them says."""
     if json_output:
-        _out.print_json(json.dumps(_status_object(info, routers)))
+        streams.print_json(_status_object(info, routers))
     else:
         _print_status(info, routers)
 
@@ -380,10 +415,7 @@ def _result_object(result: Result) -> dict[str, Any]:
     }
 
 
-def _fail(error: PdserveError, code: int) -> None:
-    _err.print(f"pdserve: {error}", markup=False)
-    sys.exit(code)
-
-
-if __name__ == "__main__":
-    main()
+def _failed(error: Exception, code: int) -> int:
+    with contextlib.suppress(OSError):
+        _err.print(f"pdserve: {error}", markup=False)
+    return code

@@ -12,24 +12,27 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import psutil
 import ray
 import ray.exceptions
 
+import deploy.own_modules  # noqa: F401  before anything of the product is imported
 from deploy.actors import RouterActor, WorkerActor
 from deploy.ports import PortReservation
+from deploy.processes import end_processes
+from deploy.ray_environment import node_environment, starting_ray
 from deploy.runtime import RuntimeDirectory
 from deploy.spec import RouterSpec
 from kvtransfer.transports.zmq import CurveKey
 from model.config import ModelConfig
 from model.embedded import embedded_model_directory
 from model.files import tensor_files
+from pdserve import machine
 from pdserve.client import Client
 from pdserve.config import Config
 from pdserve.errors import ConfigError, PdserveError, Unavailable
@@ -59,11 +62,12 @@ class LocalCluster:
         self._under_test = under_test
         self._directory, name = _model(config)
         self.config = _resolve_threads(config)
+        check_memory(config, self._directory, machine.memory())
         self._ports = _reserve_ports(config)
         self.model = name
         self.stage_seconds: dict[str, float] = {}
         self._runtime = RuntimeDirectory(config.cluster.runtime_dir)
-        self._runtime.create()
+        self._cluster_id = self._runtime.create()
         self._workers: dict[str, ray.actor.ActorHandle] = {}
         self._routers: dict[str, ray.actor.ActorHandle] = {}
         self._kv_key = CurveKey.generate() if config.transfer.network == "tcp" else None
@@ -111,6 +115,11 @@ class LocalCluster:
         """Where Ray's control store listens: what another node needs to join."""
         return str(ray.get_runtime_context().gcs_address)
 
+    @property
+    def node_environment(self) -> Mapping[str, str]:
+        """And what that node's processes are to be started with."""
+        return node_environment(self._cluster_id)
+
     def add_workers(self, workers: Iterable[tuple[Role, str]], place: str) -> None:
         """Start more workers, by role and id, on nodes with Ray's custom resource `place`; returns when they have
         joined. Raises as the constructor does."""
@@ -133,7 +142,7 @@ class LocalCluster:
             actors = [*self._workers.values(), *self._routers.values()]
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.get([actor.stop.remote() for actor in actors], timeout=_STOP_TIMEOUT_S)
-        stop_processes(self._runtime, ray.shutdown)
+        end_processes(self._cluster_id, ray.shutdown)
         self._runtime.remove()
         for pair in self._ports:
             for reservation in pair:
@@ -149,17 +158,19 @@ class LocalCluster:
         cluster = self.config.cluster
         places = cluster.routers + cluster.prefill + cluster.decode
         try:
-            ray.init(
-                num_cpus=0,
-                num_gpus=0,
-                resources={_PLACES: places},
-                include_dashboard=False,
-                object_store_memory=_RAY_STORE_BYTES,
-                log_to_driver=False,
-                logging_level=logging.CRITICAL,
-                namespace="pdserve",
-                _temp_dir=str(self._runtime.ray),
-            )
+            with starting_ray(self._cluster_id, self._runtime.ray):
+                ray.init(
+                    address="local",
+                    num_cpus=0,
+                    num_gpus=0,
+                    resources={_PLACES: places},
+                    include_dashboard=False,
+                    object_store_memory=_RAY_STORE_BYTES,
+                    log_to_driver=False,
+                    logging_level=logging.CRITICAL,
+                    namespace="pdserve",
+                    _temp_dir=str(self._runtime.ray),
+                )
         except Exception as error:  # Ray raises plain ones when its processes do not come up in time
             raise Unavailable(f"Ray did not start: {error}\n{self._runtime.ray_complaints()}") from error
 
@@ -222,17 +233,6 @@ class LocalCluster:
         return self.config.cluster.start_timeout_s
 
 
-def stop_processes(runtime: RuntimeDirectory, shut_down: Callable[[], None]) -> None:
-    """Shut Ray down, then end by their ids whatever processes of this cluster are left."""
-    processes = runtime.processes()
-    shut_down()
-    _, alive = psutil.wait_procs(processes, timeout=5.0)
-    for process in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(alive, timeout=5.0)
-
-
 def _get(references: object, timeout_s: float) -> object:
     """ray.get with our own errors: a ConfigError raised in an actor comes out as itself."""
     try:
@@ -273,12 +273,34 @@ def _reserve_ports(config: Config) -> list[tuple[PortReservation, PortReservatio
 
 
 def _resolve_threads(config: Config) -> Config:
-    """threads = 0 becomes this machine's cores shared out among the workers."""
-    cores = len(os.sched_getaffinity(0))
-    if config.engine.threads > cores:
-        raise ConfigError(f"engine.threads = {config.engine.threads}: this machine has {cores} cores")
+    """threads = 0 becomes the cores that this process may use, shared out among the workers."""
+    here = len(os.sched_getaffinity(0))
+    if config.engine.threads > here:
+        raise ConfigError(f"engine.threads = {config.engine.threads}: this machine has {here} cores")
     if config.engine.threads:
         return config
-    workers = config.cluster.prefill + config.cluster.decode
-    threads = max(1, cores // workers)
+    threads = max(1, machine.cores() // _worker_count(config))
     return replace(config, engine=replace(config.engine, threads=threads))
+
+
+def check_memory(config: Config, directory: Path, left: machine.Memory | None) -> None:
+    """Raise ConfigError where the workers' KV and weights are more than what is `left`, and say what would fit."""
+    if left is None:
+        return
+    workers, kv_mb = _worker_count(config), config.engine.kv_cache_mb
+    stored = ModelConfig.from_hf(directory).dtype
+    widened = 2 if config.model.dtype == "float32" and stored != "float32" else 1
+    weights_mb = widened * sum(file.stat().st_size for file in tensor_files(directory)) // 2**20
+    left_mb = left.available // 2**20
+    if workers * (kv_mb + weights_mb) <= left_mb:
+        return
+    fits_mb = left_mb // workers - weights_mb
+    advice = f"at most {fits_mb} would fit" if fits_mb > 0 else "not even the weights fit: start fewer workers"
+    raise ConfigError(
+        f"engine.kv_cache_mb = {kv_mb}: that, and {weights_mb} MiB of weights, for each of {workers} workers is "
+        f"{workers * (kv_mb + weights_mb)} MiB, and {left.source} leaves {left_mb} MiB; {advice}"
+    )
+
+
+def _worker_count(config: Config) -> int:
+    return config.cluster.prefill + config.cluster.decode

@@ -45,7 +45,7 @@ def main() -> int:
         overrides = {"cluster": {"runtime_dir": runtime_dir}, "router": {"grpc_port": 0}}
         config = Config().override(overrides, "demo")
         try:
-            with LocalCluster(config, lambda stage: _out.print(f"starting {stage} …")) as cluster:
+            with LocalCluster(config, lambda stage: _out.print(f"starting {stage} ...")) as cluster:
                 return _show(cluster)
         except PdserveError as error:
             _out.print(f"[red]demo failed:[/red] {error}")

@@ -1,10 +1,18 @@
-"""What Ray and gRPC read from the environment when they are imported. Importing any part of `deploy` sets it first."""
+"""What Ray and gRPC read from the environment. Importing any part of `deploy` sets what they read when they are
+imported; `starting_ray` holds what Ray's processes inherit, and their working directory."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import sys
 import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from deploy.installation import child_environment
+from deploy.processes import CLUSTER_ID
 
 _SETTINGS = {
     # Nothing leaves this machine.
@@ -29,5 +37,40 @@ if "grpc" in sys.modules and "GRPC_ENABLE_FORK_SUPPORT" not in os.environ:
         stacklevel=1,
     )
 
-for _name, _value in _SETTINGS.items():
-    os.environ.setdefault(_name, _value)
+os.environ.update(_SETTINGS)
+
+# One for all clusters that this process starts, because Ray's client in it reads it once. Ray's own way writes one into
+# the user's home, which there need not be.
+_TOKEN = secrets.token_hex(32)
+
+
+def node_environment(cluster_id: str) -> Mapping[str, str]:
+    """What the processes of a Ray node of this cluster are started with."""
+    return {
+        **_SETTINGS,
+        **child_environment(),
+        CLUSTER_ID: cluster_id,
+        "RAY_AUTH_TOKEN": _TOKEN,
+        "SPT_NOENV": "1",  # Ray's processes give themselves titles: not over their environment, by which they are known
+    }
+
+
+@contextlib.contextmanager
+def starting_ray(cluster_id: str, directory: Path) -> Iterator[None]:
+    """Meanwhile this process has the environment and working directory that Ray's processes are to inherit. Settings of
+    Ray's in the user's environment (an address of another cluster, a temporary directory) are not for this one."""
+    before = dict(os.environ)
+    here = os.open(".", os.O_PATH)  # also where it has been deleted
+    try:
+        for name in before:
+            if name.startswith("RAY_"):
+                del os.environ[name]
+        os.environ.update(node_environment(cluster_id))
+        os.chdir(directory)
+        yield
+    finally:
+        os.fchdir(here)
+        os.close(here)
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update(before)

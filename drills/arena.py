@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import psutil
 import ray.exceptions
 
 from deploy.cluster import LocalCluster
+from deploy.installation import child_environment
 from deploy.runtime import RuntimeDirectory
 from drills.footprint import Footprint, footprint
 from drills.sabotage import Sabotage
@@ -226,10 +228,11 @@ class DetachedCluster:
         self._runtime = RuntimeDirectory(config.cluster.runtime_dir)
         config_file.write_text(_toml(config))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "drills.detached", str(config_file), json.dumps(asdict(sabotage))],
+            [sys.executable, "-P", "-m", "drills.detached", str(config_file), json.dumps(asdict(sabotage))],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
+            env=os.environ | child_environment(),
         )
         if not wait_for(
             lambda: self._serves() or self._process.poll() is not None, config.cluster.start_timeout_s + 30.0

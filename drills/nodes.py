@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
+from collections.abc import Mapping
 
 import psutil
 
@@ -23,9 +25,11 @@ SECOND_WORKERS = ((Role.PREFILL, "prefill-9"), (Role.DECODE, "decode-9"))
 class SecondNode:
     """Ray's processes of another node, and the workers that run there. A context manager."""
 
-    def __init__(self, gcs_address: str) -> None:
-        """Starts it. Raises Unavailable where it does not join."""
+    def __init__(self, gcs_address: str, environment: Mapping[str, str]) -> None:
+        """Starts it. `environment`: what the cluster's nodes are started with. Raises Unavailable where it does not
+        join."""
         self._gcs_address = gcs_address
+        self._environment = os.environ | environment
         self._process = self._start()
 
     def __enter__(self) -> SecondNode:
@@ -48,7 +52,9 @@ class SecondNode:
 
     def _start(self) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "drills.second_node", self._gcs_address, str(len(SECOND_WORKERS))]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=self._environment
+        )
         assert process.stdout is not None
         if not process.stdout.readline().startswith("ready"):
             process.kill()

@@ -106,7 +106,7 @@ class OwnClusters:
         return arena
 
     def _second_node(self, cluster: LocalCluster) -> SecondNode:
-        node = self._open.enter_context(SecondNode(cluster.gcs_address))
+        node = self._open.enter_context(SecondNode(cluster.gcs_address, cluster.node_environment))
         cluster.add_workers(SECOND_WORKERS, PLACES)
         return node
 

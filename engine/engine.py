@@ -21,7 +21,7 @@ from engine.scheduler import Scheduler
 from engine.sequence import KVSource, Phase, Sequence
 from pdserve import logs
 from pdserve.config import EngineConfig
-from pdserve.errors import InternalError, InvalidArgument, PdserveError
+from pdserve.errors import InternalError, InvalidArgument, PdserveError, Uncomputable
 from pdserve.types import Finish, Load, ModelLimits, Owner, SampledToken
 
 _log = logs.logger("engine")
@@ -167,7 +167,7 @@ class Engine:
             slice_.sequence.computed = slice_.stop
             self._fork_followers(slice_.sequence)
         for result in sampled:
-            if isinstance(result.token, InternalError):
+            if isinstance(result.token, Uncomputable):
                 self._abort(result.slice.sequence.owner, result.token)
             else:
                 self._accept(result.slice.sequence, [result.token])

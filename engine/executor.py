@@ -12,7 +12,7 @@ from typing import Protocol
 
 from engine.plan import Slice, StepPlan
 from engine.sequence import Sequence, SequenceKV
-from pdserve.errors import InternalError
+from pdserve.errors import Uncomputable
 from pdserve.kv_format import KVFormat
 from pdserve.types import SampledToken
 
@@ -37,7 +37,7 @@ class Sampled:
     """The token sampled after a slice, or why this one has none."""
 
     slice: Slice
-    token: SampledToken | InternalError
+    token: SampledToken | Uncomputable
 
 
 class Executor(Protocol):

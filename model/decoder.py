@@ -16,7 +16,6 @@ import torch
 from kernels.ops import AfterLayer, CacheShape, DecoderParameters, Kernels, LayerParameters, StepBatch, item_of
 from model.config import ModelConfig
 from model.parameters import load_parameters
-from pdserve.errors import InternalError
 from pdserve.kv_format import KVFormat
 
 
@@ -63,14 +62,18 @@ class Decoder:
         """Compute every row of `batch`; returns the logits of its `logit_rows`, float32 [L, vocab_size].
 
         `after_layer(layer)` is called as soon as that layer's K and V of all rows are in `cache`, before its
-        attention: they can leave while the rest of the layer and the next ones are computed. Raises InternalError
-        naming the rows if logits are not finite.
+        attention: they can leave while the rest of the layer and the next ones are computed.
         """
-        if self._fused is None:
-            return self.forward_by_operations(batch, cache, after_layer)
-        logits, finite = self._fused(batch, cache, after_layer)
-        _refuse_unless(finite, batch)
-        return logits
+        return self.forward_checked(batch, cache, after_layer)[0]
+
+    def forward_checked(
+        self, batch: StepBatch, cache: Any, after_layer: AfterLayer | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `forward`, and whether each row of logits is finite, bool [L]. One that is not harms no other row."""
+        if self._fused is not None:
+            return self._fused(batch, cache, after_layer)
+        logits = self.forward_by_operations(batch, cache, after_layer)
+        return logits, torch.isfinite(logits).all(dim=-1)
 
     def forward_by_operations(
         self, batch: StepBatch, cache: Any, after_layer: AfterLayer | None = None
@@ -89,9 +92,7 @@ class Decoder:
             hidden = kernels.rms_norm(x, layer.post_attention_norm, eps)
             x = x + kernels.linear(kernels.silu_mul(kernels.linear(hidden, layer.gate_up)), layer.down)
         x = x[torch.tensor(batch.logit_rows, dtype=torch.int64)]
-        logits = kernels.linear(kernels.rms_norm(x, parameters.final_norm, eps), parameters.head)
-        _refuse_unless(torch.isfinite(logits).all(dim=-1), batch)
-        return logits
+        return kernels.linear(kernels.rms_norm(x, parameters.final_norm, eps), parameters.head)
 
     def _qkv(
         self, layer: LayerParameters, hidden: torch.Tensor, positions: torch.Tensor
@@ -106,9 +107,3 @@ class Decoder:
         q = kernels.rotary(q, positions, parameters.cos, parameters.sin)
         k = kernels.rotary(k, positions, parameters.cos, parameters.sin)
         return q, k, v
-
-
-def _refuse_unless(finite: torch.Tensor, batch: StepBatch) -> None:
-    if not finite.all():
-        rows = [row for row, good in zip(batch.logit_rows, finite.tolist(), strict=True) if not good]
-        raise InternalError(f"logits are not finite in rows {rows} of the step")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from engine.executor import Capacity, Sampled
 from engine.plan import Slice, StepPlan
 from engine.sequence import Sequence
@@ -9,7 +11,9 @@ from kernels.ops import CacheShape, SequenceRows, StepBatch
 from model.decoder import Decoder
 from model.kv_store import KVStore, StoredKV
 from model.next_token import next_token
+from pdserve.errors import Uncomputable
 from pdserve.kv_format import KVFormat
+from pdserve.types import SampledToken
 
 
 class ModelExecutor:
@@ -37,10 +41,16 @@ class ModelExecutor:
                 outlet.layer_ready(layer, slice_.start, slice_.stop)
 
         batch = _batch(plan.slices)
-        rows = self.decoder.forward(batch, self._store.cache, after_layer if leaving else None).numpy()
+        logits, finite = self.decoder.forward_checked(batch, self._store.cache, after_layer if leaving else None)
         sampling = [slice_ for slice_ in plan.slices if slice_.samples]
-        eos = self._capacity.eos_token_ids
-        return [Sampled(slice_, next_token(rows[i], slice_.sequence, eos)) for i, slice_ in enumerate(sampling)]
+        rows = zip(sampling, logits.numpy(), finite.tolist(), strict=True)
+        return [Sampled(slice_, self._outcome(slice_, row, good)) for slice_, row, good in rows]
+
+    def _outcome(self, slice_: Slice, logits: np.ndarray, finite: bool) -> SampledToken | Uncomputable:
+        sequence = slice_.sequence
+        if not finite:
+            return Uncomputable(f"the logits after token {sequence.known - 1} are not finite")
+        return next_token(logits, sequence, self._capacity.eos_token_ids)
 
     def copy_block(self, source: int, target: int, tokens: int) -> None:
         self._store.copy(source, target, tokens)

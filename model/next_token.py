@@ -10,19 +10,19 @@ from engine.sequence import Sequence
 from model.adjustment import adjusted, needs_adjustment
 from model.sampler import sample
 from pdserve import logs
-from pdserve.errors import InternalError
+from pdserve.errors import Uncomputable
 from pdserve.types import SampledToken
 
 _log = logs.logger("model")
 
 
-def next_token(logits: np.ndarray, sequence: Sequence, eos_token_ids: ListLike[int]) -> SampledToken | InternalError:
+def next_token(logits: np.ndarray, sequence: Sequence, eos_token_ids: ListLike[int]) -> SampledToken | Uncomputable:
     """Sample from fp32 [V]. What fails here ends this sequence alone: the others of its step have their tokens."""
     try:
         return _sampled(logits, sequence, eos_token_ids)
     except Exception as error:  # noqa: BLE001 - as for a step: it must end its request, not the worker
         _log.exception("sampling failed", owner=sequence.owner)
-        return InternalError(f"sampling failed: {type(error).__name__}: {error}")
+        return Uncomputable(f"sampling failed: {type(error).__name__}: {error}")
 
 
 def _sampled(logits: np.ndarray, sequence: Sequence, eos_token_ids: ListLike[int]) -> SampledToken:

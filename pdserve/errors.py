@@ -13,6 +13,7 @@
     ├── TransferError         a KV transfer ended without success; the attempt can be repeated
     ├── ProtocolError         a peer sent what the protocol does not allow
     ├── DataLoss              KV beyond repair
+    ├── Uncomputable          the request's own numbers have no next token, at any worker
     └── InternalError         a bug
 
 `code` is the gRPC status name. `retryable` says whether another attempt may succeed; `blames_worker`
@@ -123,6 +124,13 @@ class DataLoss(PdserveError):
     blames_worker = True
 
 
+class Uncomputable(PdserveError):
+    """The request's own numbers have no next token: its logits are not finite, or sampling from them failed. Every
+    worker would meet it, so it is not repeated and speaks against none."""
+
+    code = "OUT_OF_RANGE"
+
+
 class InternalError(PdserveError):
     """A bug in pdserve. Another worker may not meet it; how often that is tried is bounded."""
 
@@ -140,6 +148,7 @@ _BY_CODE: dict[str, type[PdserveError]] = {
     "DEADLINE_EXCEEDED": DeadlineExceeded,
     "CANCELLED": Cancelled,
     "DATA_LOSS": DataLoss,
+    "OUT_OF_RANGE": Uncomputable,
     "INTERNAL": InternalError,
 }
 

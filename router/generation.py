@@ -89,13 +89,20 @@ class OutputText:
     """One output's text side: ids in, text out, up to a stop string."""
 
     def __init__(
-        self, tokenizer: TokenText, stops: tuple[str, ...], min_tokens: int, with_logprobs: bool, index: int = 0
+        self,
+        tokenizer: TokenText,
+        stops: tuple[str, ...],
+        min_tokens: int,
+        with_logprobs: bool,
+        index: int = 0,
+        prompt_ids: Sequence[int] = (),
     ) -> None:
-        """No stop string that begins within the first `min_tokens` tokens counts."""
+        """No stop string that begins within the first `min_tokens` tokens counts. The text goes on that of the
+        prompt."""
         self.index = index
         self.end: End | None = None
         self.token_count = 0
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer, prompt_ids)
         self._stops = StopStrings(stops)
         self._min_tokens = min_tokens
         self._with_logprobs = with_logprobs
@@ -148,7 +155,7 @@ class Generation:
         self._finish = finish
         sampling, with_logprobs = request.sampling, request.sampling.logprobs is not None
         self._outputs = [
-            OutputText(tokenizer, request.stop, sampling.min_tokens, with_logprobs, index)
+            OutputText(tokenizer, request.stop, sampling.min_tokens, with_logprobs, index, request.prompt_ids)
             for index in range(len(request.received_ids))
         ]
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pdserve.errors import InvalidArgument
+from pdserve.text import check_unicode
 from pdserve.types import ModelLimits, SamplingParams
 
 MAX_REQUEST_ID_CHARS: Final = 128
@@ -85,6 +86,7 @@ def resolve_request(
     arguments give an equal result, the seed included.
     """
     _check_request_id(params.request_id)
+    check_unicode("model", params.model)
     if params.model not in ("", served_model):
         unknown = params.model[:MAX_REQUEST_ID_CHARS]
         raise InvalidArgument("model", f"{unknown!r} is not served here: leave it out or use {served_model!r}")
@@ -116,7 +118,8 @@ def check_prompt_text(text: str) -> None:
     """A prompt given as text: not empty, not too long, real Unicode. Whether it fits the model is seen in tokens."""
     if not text:
         raise InvalidArgument("prompt", "is empty")
-    _check_text("prompt", text, len(text))
+    _check_length("prompt", len(text))
+    check_unicode("prompt", text)
 
 
 def check_chat(messages: Sequence[tuple[str, str]]) -> None:
@@ -124,8 +127,10 @@ def check_chat(messages: Sequence[tuple[str, str]]) -> None:
     if len(messages) > MAX_CHAT_MESSAGES:
         raise InvalidArgument("chat", f"has {len(messages)} messages: at most {MAX_CHAT_MESSAGES} are allowed")
     length = sum(len(role) + len(content) for role, content in messages)
-    for role, content in messages:
-        _check_text("chat", role + content, length)
+    _check_length("chat", length)
+    for index, (role, content) in enumerate(messages):
+        check_unicode("chat", role, f"messages[{index}].role")
+        check_unicode("chat", content, f"messages[{index}].content")
 
 
 def derive_seed(request_id: str) -> int:
@@ -133,13 +138,9 @@ def derive_seed(request_id: str) -> int:
     return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "big")
 
 
-def _check_text(field: str, text: str, length: int) -> None:
+def _check_length(field: str, length: int) -> None:
     if length > MAX_TEXT_CHARS:
         raise InvalidArgument(field, f"has {length} characters: at most {MAX_TEXT_CHARS} are allowed")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:  # JSON's escapes can spell half a surrogate pair
-        raise InvalidArgument(field, f"is not valid Unicode: a lone surrogate at character {error.start}") from None
 
 
 def _check_request_id(request_id: str) -> None:
@@ -149,6 +150,7 @@ def _check_request_id(request_id: str) -> None:
         raise InvalidArgument(
             "request_id", f"has {len(request_id)} characters: at most {MAX_REQUEST_ID_CHARS} are allowed"
         )
+    check_unicode("request_id", request_id)
     if not request_id.isprintable():
         raise InvalidArgument("request_id", f"{request_id!r} has characters that are not printable")
 
@@ -184,6 +186,7 @@ def _check_stop(stop: Sequence[str]) -> None:
             raise InvalidArgument(
                 "stop", f"stop[{index}] has {len(text)} characters: at most {MAX_STOP_CHARS} are allowed"
             )
+        check_unicode("stop", text, f"stop[{index}]")
 
 
 def _check_stop_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:

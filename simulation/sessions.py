@@ -1,6 +1,6 @@
 """Session streams between simulated workers and routers: carry the messages of the product's two session machines.
 
-What is said, and when a session is over, the machines decide; of this module is only how long it takes and what is lost.
+What is said, and when a session is over, they decide; of this module is only how long it takes, and what is lost.
 """
 
 from __future__ import annotations

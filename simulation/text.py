@@ -5,7 +5,7 @@ A token is one of few letters, so that stop strings begin often and complete sel
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pdserve.types import Finish, FinishReason
@@ -23,6 +23,9 @@ class Letters:
 
     def new_decoder(self) -> Letters:
         return self
+
+    def follow(self, prompt: Iterator[str]) -> int:
+        return 0
 
     def push(self, tokens: Iterable[str]) -> str:
         return "".join(tokens)

@@ -13,7 +13,7 @@ Call = Callable[[], None]
 
 
 class WorkerThreads:
-    """`worker.ports.Turns` for a control, and the names of the other threads. `current`: whose turn it is; "": nobody's."""
+    """`worker.ports.Turns` for a control, and the names of the other threads. `current`: who has its turn, if any."""
 
     def __init__(self, process: Process) -> None:
         self.current = ""

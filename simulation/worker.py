@@ -1,4 +1,4 @@
-"""One start of a simulated worker: the product's control, sessions, engine and link, composed as a process composes them.
+"""One start of a simulated worker: the product's control, sessions, engine and link, composed as in a process.
 
 What the three threads of a real one do happens here in turns: the engine steps, the link turns, the control acts.
 """
@@ -45,8 +45,8 @@ class WorkerPlan:
 
 
 class SimulatedWorker:
-    """A worker process. `on_poisoned`: what follows when it computes what crashes it. `reports`: whether the crash report
-    it leaves can be read by its routers."""
+    """A worker process. `reports`: whether a crash's report can be read. `on_poisoned`: what follows when it computes
+    what crashes it."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class SimulatedWorker:
         self._rng = random.Random(f"{incarnation}/{fabric.rng.random()}")
         self._routers = routers
         self._ends: list[WorkerEnd] = []
-        self._leaving: Callable[[bool], None] | None = None
+        self._told_to_leave: list[Callable[[bool], None]] = []
         self._closing = False
         executor = TagExecutor(oracle, plan.block_count, engine_config.block_tokens, self._between_layers, plan.colour)
         self.executor = executor
@@ -148,7 +148,7 @@ class SimulatedWorker:
 
     def leave(self, patience_s: float, gone: Callable[[bool], None]) -> None:
         """As SIGTERM. `gone`: it has ended, in order or by something else that was faster."""
-        self._leaving = gone
+        self._told_to_leave.append(gone)
         self.threads.post(lambda: self.control.leave(patience_s))
 
     def left(self, owners_left: int) -> None:
@@ -169,8 +169,9 @@ class SimulatedWorker:
         kill(self.process, death)
         self.transport.close()
         self.note_counts()
-        if self._leaving is not None:
-            self._leaving(in_order)
+        for gone in self._told_to_leave:
+            gone(in_order)
+            in_order = False  # for who came later, the first one was faster
 
     # The engine's thread.
 

@@ -175,15 +175,17 @@ class Control:
                 _log.warning("unknown message from a router", kind=unknown)
 
     def _start_decode(self, start: pb.StartDecode) -> None:
-        owner, *what = sequence_of(start.sequence)
+        owner, prompt_ids, output_ids, params = sequence_of(start.sequence)
         share = convert.owner_from_proto(start.share) if start.HasField("share") else None
         if not self._held_elsewhere(owner, self._prefill):
-            self._perform(self._decode.start(owner, *what, start.local_prefill, share))
+            local = start.local_prefill
+            self._perform(self._decode.start(owner, prompt_ids, output_ids, params, local, share))
 
     def _start_prefill(self, start: pb.StartPrefill) -> None:
-        owner, *what = sequence_of(start.sequence)
+        owner, prompt_ids, output_ids, params = sequence_of(start.sequence)
         if not self._held_elsewhere(owner, self._decode):
-            self._perform(self._prefill.start(owner, *what, convert.ticket_from_proto(start.ticket)))
+            ticket = convert.ticket_from_proto(start.ticket)
+            self._perform(self._prefill.start(owner, prompt_ids, output_ids, params, ticket))
 
     def _held_elsewhere(self, owner: Owner, role: PrefillRole | DecodeRole) -> bool:
         """The engine knows a sequence by its owner: one worker cannot be both ends of an attempt."""

@@ -18,8 +18,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from decode_worker.ladder import Ladder, LadderLimits
-from decode_worker.role import DecodeRole
 from engine.engine import SWITCH_INTERVAL_S, Engine
 from engine.events import EngineEvent
 from kvtransfer.link import Link
@@ -30,9 +28,7 @@ from pdserve import crash_report, logs
 from pdserve.clock import SystemClock
 from pdserve.tracing import Trace, TraceEvent
 from pdserve.types import Load, WorkerInfo
-from prefill_worker.outlet import LinkOutlet
-from prefill_worker.role import PrefillRole
-from worker.control import Control
+from worker.assembly import make_control
 from worker.loop import ControlLoop
 from worker.session import RouterSession
 from worker.session_streams import SessionStreams
@@ -83,17 +79,18 @@ class Worker:
             eos_token_ids=built.executor.capacity.eos_token_ids,
             crash_report=str(crash_report.path_for(Path(spec.log_path).parent, incarnation)),
         )
-        make_outlet = partial(LinkOutlet, self._link, self._trace, config.transfer.mode, kv_format.layer_count)
         self._loop = ControlLoop(broken=_leave_at_once)
-        self._control = Control(
-            PrefillRole(make_outlet, max_queued),
-            DecodeRole(Ladder(LadderLimits.from_config(config.transfer)), max_queued),
+        self._control = make_control(
             self._engine,
             self._link,
             self._loop,
-            clock,
             self,
-            self._engine.load(),
+            clock,
+            self._trace,
+            config.transfer,
+            layer_count=kv_format.layer_count,
+            max_queued=max_queued,
+            load=self._engine.load(),
         )
         self._streams = SessionStreams(spec.router_addresses, self._session, clock, self._loop.turn)
         self._done = threading.Event()  # nothing is left here, or the time for it is over

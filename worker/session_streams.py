@@ -25,6 +25,7 @@ _MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.enable_http_proxy", 0),  # a router is reached directly, whatever the environment says of the web
     ("grpc.use_local_subchannel_pool", 1),  # a new connection after a break, not a shared channel in back-off
 )
 

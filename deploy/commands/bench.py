@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from deploy import streams
 from pdserve.errors import InvalidArgument
 
 app = typer.Typer(help="Measure against this machine's own limits.", no_args_is_help=True)
@@ -29,7 +29,9 @@ def kernels(threads: ThreadsOption = [1, 2], json_output: JsonOption = False) ->
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from bench.kernels import bench_kernels
 
-    _print(bench_kernels(threads), json_output)
+    with streams.libraries_silent():
+        rows = bench_kernels(threads)
+    _print(rows, json_output)
 
 
 @app.command()
@@ -45,7 +47,9 @@ def engine(
     from bench.engine import bench_engine
     from model.embedded import embedded_model_directory
 
-    _print(bench_engine(model or embedded_model_directory(), kernels, dtype, threads, under_load), json_output)
+    with streams.libraries_silent():
+        rows = bench_engine(model or embedded_model_directory(), kernels, dtype, threads, under_load)
+    _print(rows, json_output)
 
 
 TRANSFER_PARTS = ("modes", "transports", "integrity")
@@ -72,14 +76,15 @@ def transfer(
     if unknown := set(part) - set(TRANSFER_PARTS):
         raise InvalidArgument("part", f"has {unknown.pop()!r}: must be one of {', '.join(TRANSFER_PARTS)}")
     tables: list[list[Any]] = []
-    if "modes" in part:
-        tables.append(bench_modes(tokens, rounds))
-    if "transports" in part:
-        tables.append(bench_transports(TRANSPORTS, FRAME_SIZES, rounds))
-    if "integrity" in part:
-        pairs = max(rounds, MIN_INTEGRITY_PAIRS)
-        tables.append(bench_integrity(["ipc", "shared"], 1 << 20, pairs))  # inline, and the default on one host
-        tables.append(bench_integrity_ttft(256, pairs))
+    with streams.libraries_silent():
+        if "modes" in part:
+            tables.append(bench_modes(tokens, rounds))
+        if "transports" in part:
+            tables.append(bench_transports(TRANSPORTS, FRAME_SIZES, rounds))
+        if "integrity" in part:
+            pairs = max(rounds, MIN_INTEGRITY_PAIRS)
+            tables.append(bench_integrity(["ipc", "shared"], 1 << 20, pairs))  # inline, and the default on one host
+            tables.append(bench_integrity_ttft(256, pairs))
     _print_tables(tables, json_output)
 
 
@@ -102,12 +107,13 @@ def failover(
     if unknown := set(part) - set(FAILOVER_PARTS):
         raise InvalidArgument("part", f"has {unknown.pop()!r}: must be one of {', '.join(FAILOVER_PARTS)}")
     tables: list[list[Any]] = []
-    if "stalls" in part:
-        tables.append(bench_stalls(kills))
-    if "recovery" in part:
-        tables.append([bench_recovery()])
-    if "throughput" in part:
-        tables.append(bench_throughput(seconds, interval))
+    with streams.libraries_silent():
+        if "stalls" in part:
+            tables.append(bench_stalls(kills))
+        if "recovery" in part:
+            tables.append([bench_recovery()])
+        if "throughput" in part:
+            tables.append(bench_throughput(seconds, interval))
     _print_tables(tables, json_output)
 
 
@@ -122,7 +128,7 @@ def _print_tables(tables: list[list[Any]], json_output: bool) -> None:
 def _print(rows: list[Any], json_output: bool) -> None:
     objects = [asdict(row) for row in rows]
     if json_output:
-        _out.print_json(json.dumps({"rows": objects}))
+        streams.print_json({"rows": objects})
         return
     table = Table(*objects[0], box=box.SIMPLE)
     for row in objects:

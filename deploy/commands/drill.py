@@ -6,8 +6,9 @@ Exit codes: 0 every drill passed (in `all`, or could not be held here and says w
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from deploy.streams import libraries_silent, print_json
 from pdserve.config import Config, load_config
 from pdserve.errors import ConfigError
 
@@ -33,7 +35,7 @@ def list_drills(json_output: Annotated[bool, typer.Option("--json", help="Print 
     from drills.catalogue import DRILLS
 
     if json_output:
-        _out.print_json(json.dumps({"drills": [{"name": drill.name, "about": drill.about} for drill in DRILLS]}))
+        print_json({"drills": [{"name": drill.name, "about": drill.about} for drill in DRILLS]})
         return
     table = Table("drill", "what it does", box=box.SIMPLE)
     for drill in DRILLS:
@@ -75,24 +77,26 @@ def run(
     if html is not None and not html.absolute().parent.is_dir():
         raise ConfigError(f"--html {html}: there is no directory {html.absolute().parent}")
     settings = replace(Settings(), seed=seed, duration_s=duration, streams=streams)
-    progress = SilentProgress() if json_output else LiveProgress(_out)
-    clusters = (
-        UsersCluster([part.strip() for part in target.split(",")])
-        if target
-        else OwnClusters(drill_config(load_config(config) if config else Config()), progress, defect)
-    )
-    outcomes = []
-    with clusters, progress:
-        for outcome in hold_all(drills, clusters, settings, progress):
-            outcomes.append(outcome)
-            if json_output:
-                print(json.dumps(outcome.verdict.as_dict()), flush=True)
-            else:
-                progress.pause()
-                print_outcome(_out, outcome)
+    with contextlib.ExitStack() as stack:
+        own = stack.enter_context(libraries_silent()) if json_output else sys.stdout
+        progress = SilentProgress() if json_output else LiveProgress(_out)
+        clusters = (
+            UsersCluster([part.strip() for part in target.split(",")])
+            if target
+            else OwnClusters(drill_config(load_config(config) if config else Config()), progress, defect)
+        )
+        outcomes = []
+        with clusters, progress:
+            for outcome in hold_all(drills, clusters, settings, progress):
+                outcomes.append(outcome)
+                if json_output:
+                    print_json(outcome.verdict.as_dict(), file=own, indent=None)
+                else:
+                    progress.pause()
+                    print_outcome(_out, outcome)
     counts = Counter(outcome.verdict.status.value for outcome in outcomes)
     if json_output:
-        print(json.dumps({"summary": True, "seed": seed, **counts}), flush=True)
+        print_json({"summary": True, "seed": seed, **counts}, indent=None)
     elif len(outcomes) > 1:
         _out.print(", ".join(f"{count} {status}" for status, count in counts.items()))
     if html is not None:
@@ -111,17 +115,15 @@ def sim(
 
     report = simulate_all(range(first, first + seeds))
     if json_output:
-        _out.print_json(
-            json.dumps(
-                {
-                    "drill": "sim",
-                    "pass": not report.failures,
-                    "seeds": report.runs,
-                    "events": report.events,
-                    "failed": [failure.seed for failure in report.failures],
-                    "counts": dict(report.counts),
-                }
-            )
+        print_json(
+            {
+                "drill": "sim",
+                "pass": not report.failures,
+                "seeds": report.runs,
+                "events": report.events,
+                "failed": [failure.seed for failure in report.failures],
+                "counts": dict(report.counts),
+            }
         )
     else:
         _out.print(str(report), markup=False, soft_wrap=True)

@@ -19,7 +19,7 @@ from pdserve.client.channel import (
     checked_timeout,
     own_errors,
 )
-from pdserve.client.request import GenerateOptions, Prompt, generate_request
+from pdserve.client.request import GenerateOptions, Prompt, abort_request, drain_request, generate_request
 from pdserve.client.resume import (
     AskRouter,
     ConnectionLost,
@@ -107,7 +107,7 @@ class AsyncClient:
         return await self.generate(prompt, timeout_s=timeout_s, **options).read()
 
     async def abort(self, request_id: str, *, timeout_s: float = UNARY_TIMEOUT_S) -> None:
-        request = pb.AbortRequest(request_id=request_id)
+        request = abort_request(request_id)
         deadline = self._clock.now() + timeout_s
         if self._routers.has_others and await self._abort_anywhere(request, timeout_s):
             return
@@ -123,7 +123,7 @@ class AsyncClient:
 
     async def drain_worker(self, worker_id: str, *, cancel: bool = False, timeout_s: float = UNARY_TIMEOUT_S) -> None:
         """Let a worker finish what it has and take nothing new; `cancel`: work on. Raises NotFound. Returns at once."""
-        await self._ask("DrainWorker", pb.DrainWorkerRequest(worker_id=worker_id, cancel=cancel), timeout_s)
+        await self._ask("DrainWorker", drain_request(worker_id, cancel), timeout_s)
 
     async def _ask(self, method: str, request: Message, timeout_s: float) -> Any:
         """A call that may be made twice: where the current router is lost, it goes to the next one that serves, within

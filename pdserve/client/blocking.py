@@ -21,7 +21,7 @@ from pdserve.client.channel import (
     error_from_rpc,
     own_errors,
 )
-from pdserve.client.request import GenerateOptions, Prompt, generate_request
+from pdserve.client.request import GenerateOptions, Prompt, abort_request, drain_request, generate_request
 from pdserve.client.resume import (
     AskRouter,
     ConnectionLost,
@@ -108,7 +108,7 @@ class Client:
     def abort(self, request_id: str, *, timeout_s: float = UNARY_TIMEOUT_S) -> None:
         """End a request, whoever sent it, at whichever router. Its stream ends with Cancelled. Raises NotFound if none
         is in flight."""
-        request = pb.AbortRequest(request_id=request_id)
+        request = abort_request(request_id)
         deadline = self._clock.now() + timeout_s
         if self._routers.has_others and self._abort_anywhere(request, timeout_s):
             return
@@ -124,7 +124,7 @@ class Client:
 
     def drain_worker(self, worker_id: str, *, cancel: bool = False, timeout_s: float = UNARY_TIMEOUT_S) -> None:
         """Let a worker finish what it has and take nothing new; `cancel`: work on. Raises NotFound. Returns at once."""
-        self._ask("DrainWorker", pb.DrainWorkerRequest(worker_id=worker_id, cancel=cancel), timeout_s)
+        self._ask("DrainWorker", drain_request(worker_id, cancel), timeout_s)
 
     def _ask(self, method: str, request: Message, timeout_s: float) -> Any:
         """A call that may be made twice: where the current router is lost, it goes to the next one that serves, within

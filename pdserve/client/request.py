@@ -1,11 +1,12 @@
 """What a caller writes, turned into a GenerateRequest.
 
-Only types are settled here; values are the server's to judge.
+Only types are settled here, and that text is Unicode; values are the server's to judge. What can be read only once, as
+a generator, is read once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral  # numpy's integers too
 from typing import Any, TypedDict, cast
 
@@ -13,6 +14,7 @@ from google.protobuf.descriptor import FieldDescriptor
 
 from pdserve.errors import InvalidArgument
 from pdserve.rpc import inference_pb2 as pb
+from pdserve.text import check_unicode
 
 _RANGES = {
     FieldDescriptor.CPPTYPE_INT32: f"must be between {-(2**31)} and {2**31 - 1}",
@@ -21,7 +23,7 @@ _RANGES = {
 }
 
 Message = Mapping[str, str] | tuple[str, str]  # {"role": ..., "content": ...} or (role, content)
-Prompt = str | Sequence[int] | Sequence[Message]  # text, token ids or a chat
+Prompt = str | Iterable[int] | Iterable[Message]  # text, token ids or a chat
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -52,13 +54,16 @@ class GenerateOptions(TypedDict, total=False):
 
 
 def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
-    """Raises TypeError for an unknown option or a wrong type, InvalidArgument for a number the wire cannot carry."""
+    """Raises TypeError for an unknown option or a wrong type, InvalidArgument for what the wire cannot carry: a number
+    out of range, text that is not Unicode."""
     if unknown := sorted(set(options) - set(GenerateOptions.__annotations__)):
         raise TypeError(f"unknown option: {', '.join(unknown)}")
-    request = pb.GenerateRequest(request_id=options.get("request_id") or "", model=options.get("model") or "")
+    request = pb.GenerateRequest()
+    for name in ("request_id", "model"):
+        if options.get(name):
+            setattr(request, name, _text(name, cast("str", options.get(name))))
     _set_input(request, prompt)
-    stop = options.get("stop")
-    values: dict[str, Any] = {**options, "stop": [stop] if isinstance(stop, str) else stop}
+    values: dict[str, Any] = {**options, "stop": _stop_strings(options.get("stop"))}
     for name in pb.SamplingParams.DESCRIPTOR.fields_by_name:
         if values.get(name) is not None:
             request.sampling.MergeFrom(_sampling(name, values[name]))
@@ -73,24 +78,56 @@ def _sampling(name: str, value: Any) -> pb.SamplingParams:
         raise InvalidArgument(name, f"is {value!r}: {allowed}") from None
 
 
+def _stop_strings(stop: str | Sequence[str] | None) -> list[str] | None:
+    if stop is None:
+        return None
+    strings = [stop] if isinstance(stop, str) else stop
+    return [_text("stop", each, f"stop[{index}]") for index, each in enumerate(strings)]
+
+
 def _set_input(request: pb.GenerateRequest, prompt: Prompt) -> None:
     if isinstance(prompt, str):
-        request.prompt = prompt
-    elif all(isinstance(item, Integral) for item in prompt):
+        request.prompt = _text("prompt", prompt)
+        return
+    if isinstance(prompt, bytes | bytearray):
+        raise TypeError("a prompt is text, token ids or messages, not bytes")
+    items = list(prompt)
+    if all(isinstance(item, Integral) for item in items):
         try:
-            request.prompt_token_ids.CopyFrom(pb.TokenIds(ids=cast("Sequence[int]", prompt)))
+            request.prompt_token_ids.CopyFrom(pb.TokenIds(ids=cast("list[int]", items)))
         except ValueError as error:
             raise InvalidArgument("prompt_token_ids", str(error)) from None
     else:
-        messages = [_message(message) for message in cast("Sequence[Message]", prompt)]
+        messages = [_message(index, message) for index, message in enumerate(cast("list[Message]", items))]
         request.chat.CopyFrom(pb.Chat(messages=messages))
 
 
-def _message(message: Message) -> pb.ChatMessage:
+def _message(index: int, message: Message) -> pb.ChatMessage:
     if isinstance(message, Mapping):
         if set(message) != {"role", "content"}:
             raise TypeError(f"a message has role and content, not {', '.join(sorted(message))}")
-        return pb.ChatMessage(role=message["role"], content=message["content"])
-    if not isinstance(message, tuple) or len(message) != 2:
+        role, content = message["role"], message["content"]
+    elif isinstance(message, tuple) and len(message) == 2:
+        role, content = message
+    else:
         raise TypeError(f"a message is a mapping or a pair of role and content, not {message!r}")
-    return pb.ChatMessage(role=message[0], content=message[1])
+    where = f"messages[{index}]"
+    return pb.ChatMessage(role=_text("chat", role, f"{where}.role"), content=_text("chat", content, f"{where}.content"))
+
+
+def _text(field: str, value: str, part: str = "") -> str:
+    """`value`, which goes into that part of a field."""
+    if not isinstance(value, str):
+        raise TypeError(f"{part or field} is text, not {type(value).__name__}")
+    check_unicode(field, value, part)
+    return value
+
+
+def abort_request(request_id: str) -> pb.AbortRequest:
+    """Raises InvalidArgument for an id that is not Unicode."""
+    return pb.AbortRequest(request_id=_text("request_id", request_id))
+
+
+def drain_request(worker_id: str, cancel: bool) -> pb.DrainWorkerRequest:
+    """Raises InvalidArgument for an id that is not Unicode."""
+    return pb.DrainWorkerRequest(worker_id=_text("worker_id", worker_id), cancel=cancel)

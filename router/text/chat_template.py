@@ -62,11 +62,13 @@ class ChatTemplate:
         _check(messages)
         try:
             return self._template.render(
-                messages=[message._asdict() for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
+                {
+                    **self._special_tokens,
+                    "messages": [message._asdict() for message in messages],
+                    "tools": None,
+                    "documents": None,
+                    "add_generation_prompt": add_generation_prompt,
+                }
             )
         except _RENDER_ERRORS as error:
             raise InvalidArgument(

@@ -6,13 +6,17 @@ constant time a token. A decoder without a streaming form here is refused at loa
 decode by the way it was streamed would break the promise that an attempt can be replayed.
 
 They get token strings, not ids; special tokens are already gone.
+
+An output's text begins where its prompt's text ends: it is what decoding both has beyond the length of the prompt's
+own decode. What of a prompt matters for that is its end, and whether it has text at all: `follow` reads it from the
+last token backwards and stops soon.
 """
 
 from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -24,11 +28,19 @@ REPLACEMENT_CHARACTER: Final = "\ufffd"
 # bytes its finished characters are given out all the same.
 MAX_HELD_BYTES: Final = 256
 
+_MAX_UNFINISHED_BYTES: Final = 3  # of a character in UTF-8
+
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class StreamDecoder(Protocol):
     """Decodes one sequence. `push` and `finish` return text that is final."""
+
+    def follow(self, prompt: Iterator[str]) -> int:
+        """Stand where decoding a prompt's tokens has led; before the first push. `prompt` yields them from the last to
+        the first, and no more is taken than matters. Returns how many characters of the text to come are the prompt's:
+        those that were not final at its end."""
+        ...
 
     def push(self, tokens: Sequence[str]) -> str: ...
 
@@ -66,6 +78,11 @@ class SpaceJoinDecoder:
     def __init__(self) -> None:
         self._separator = ""
 
+    def follow(self, prompt: Iterator[str]) -> int:
+        if next(prompt, None) is not None:
+            self._separator = " "
+        return 0
+
     def push(self, tokens: Sequence[str]) -> str:
         if not tokens:
             return ""
@@ -97,6 +114,17 @@ class ByteLevelDecoder:
     def __init__(self) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
+    def follow(self, prompt: Iterator[str]) -> int:
+        """An unfinished character is at most three bytes, and decodes to one U+FFFD."""
+        end = b""
+        for token in prompt:
+            end = token_bytes(token) + end
+            if len(end) >= _MAX_UNFINISHED_BYTES:
+                break
+        self._utf8.decode(end)
+        unfinished, _ = self._utf8.getstate()
+        return 1 if unfinished else 0
+
     def push(self, tokens: Sequence[str]) -> str:
         return self._utf8.decode(b"".join(map(token_bytes, tokens)))
 
@@ -118,6 +146,11 @@ class MetaspaceDecoder:
     def __init__(self, replacement: str, drops_first: bool) -> None:
         self._replacement = replacement
         self._space = "" if drops_first else " "
+
+    def follow(self, prompt: Iterator[str]) -> int:
+        if next(prompt, None) is not None:
+            self._space = " "
+        return 0
 
     def push(self, tokens: Sequence[str]) -> str:
         text = ""
@@ -167,13 +200,35 @@ class SentencePieceDecoder:
 
     A run of byte tokens is one unit: valid UTF-8 as a whole, or one U+FFFD a byte. It is held back until another token
     ends it or it turns out invalid. The one exception to equality with the whole decode: of a run longer than
-    MAX_HELD_BYTES that turns out invalid later, the characters given out until then stay.
+    MAX_HELD_BYTES that turns out invalid later, the characters given out until then stay. So do those of a prompt that
+    ends in such a run.
     """
 
     def __init__(self, form: SentencePieceForm) -> None:
         self._form = form
         self._run = _ByteRun()
         self._strip_left = form.strip_count
+
+    def follow(self, prompt: Iterator[str]) -> int:
+        """What matters is the run of byte tokens at the end, of a long one its last bytes, and whether there is text
+        before it from which nothing is stripped any more."""
+        end: list[str] = []
+        for token in prompt:
+            end.append(token)
+            piece = self._piece(token)
+            if isinstance(piece, str) and (not self._strip_left or piece.strip(self._form.strip_char)):
+                self._strip_left = 0
+                break
+            if len(end) == MAX_HELD_BYTES:
+                self._strip_left = 0
+                while end and _is_within_character(self._piece(end[-1])):
+                    end.pop()
+                break
+        self.push(end[::-1])
+        strip_left = self._strip_left
+        held = len(self._strip(self._run.held_text()))
+        self._strip_left = strip_left
+        return held
 
     def push(self, tokens: Sequence[str]) -> str:
         return self._strip("".join(map(self._decode, tokens)))
@@ -182,12 +237,15 @@ class SentencePieceDecoder:
         return self._strip(self._run.end())
 
     def _decode(self, token: str) -> str:
+        piece = self._piece(token)
+        return self._run.push(piece) if isinstance(piece, int) else self._run.end() + piece
+
+    def _piece(self, token: str) -> str | int:
+        """The token's text, or its byte."""
         for pattern, content in self._form.replacements:
             token = token.replace(pattern, content)
         match = _BYTE_TOKEN.fullmatch(token) if self._form.byte_fallback else None
-        if match is not None:
-            return self._run.push(int(match[1], 16))
-        return self._run.end() + token
+        return token if match is None else int(match[1], 16)
 
     def _strip(self, text: str) -> str:
         while self._strip_left and text:
@@ -230,11 +288,18 @@ class _ByteRun:
 
     def end(self) -> str:
         """Another token came, or nothing more will: the text of the run that was still held back."""
-        if not self._held_bytes:
+        text = self.held_text()
+        if self._held_bytes:
+            self._begin()
+        return text
+
+    def held_text(self) -> str:
+        """What the run's end would give out."""
+        if self._invalid:  # given out byte by byte
             return ""
         unfinished, _ = self._utf8.getstate()
-        text = REPLACEMENT_CHARACTER * self._held_bytes if unfinished else self._text
-        if self._invalid:  # given out byte by byte
-            text = ""
-        self._begin()
-        return text
+        return REPLACEMENT_CHARACTER * self._held_bytes if unfinished else self._text
+
+
+def _is_within_character(piece: str | int) -> bool:
+    return isinstance(piece, int) and piece & 0xC0 == 0x80

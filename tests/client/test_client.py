@@ -468,6 +468,52 @@ class TestRequest:
         assert asked(router) == pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=ids))
         assert router.requests[0].WhichOneof("input") == "prompt_token_ids"
 
+    @pytest.mark.parametrize(
+        ("once", "wanted"),
+        [
+            ((i for i in (1, 2, 3)), pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=[1, 2, 3]))),
+            (iter([]), pb.GenerateRequest(prompt_token_ids=pb.TokenIds())),
+            (
+                (message for message in [("user", "hi")]),
+                pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])),
+            ),
+        ],
+    )
+    def test_what_can_be_read_only_once_is_not_sent_empty(
+        self, router: ScriptedRouter, client: Client, once: Any, wanted: pb.GenerateRequest
+    ) -> None:
+        client.complete(once)
+        assert asked(router) == wanted
+
+    def test_bytes_are_no_token_ids(self, client: Client) -> None:
+        with pytest.raises(TypeError, match="not bytes"):
+            client.generate(b"hello")  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize(
+        ("prompt", "options", "field", "where"),
+        [
+            ("ab\ud800", {}, "prompt", "is"),
+            ([("user", "hi"), ("user", "\udc00")], {}, "chat", r"messages\[1\]\.content is"),
+            ([{"role": "\udfff", "content": "hi"}], {}, "chat", r"messages\[0\]\.role is"),
+            ("hi", {"stop": "\ud83d"}, "stop", r"stop\[0\] is"),
+            ("hi", {"stop": ["fine", "\ud83d"]}, "stop", r"stop\[1\] is"),
+            ("hi", {"request_id": "\ud83d"}, "request_id", "is"),
+            ("hi", {"model": "\ud83d"}, "model", "is"),
+        ],
+    )
+    def test_text_that_is_not_unicode_is_refused_here(
+        self, client: Client, prompt: Any, options: Any, field: str, where: str
+    ) -> None:
+        with pytest.raises(InvalidArgument, match=f"^{field}: {where} not valid Unicode: a lone surrogate") as caught:
+            client.generate(prompt, **options)
+        assert caught.value.field == field
+
+    def test_an_id_that_is_not_unicode_is_refused_here(self, client: Client) -> None:
+        with pytest.raises(InvalidArgument, match=r"^request_id: is not valid Unicode"):
+            client.abort("\ud800")
+        with pytest.raises(InvalidArgument, match=r"^worker_id: is not valid Unicode"):
+            client.drain_worker("\ud800")
+
     def test_unknown_option_is_refused_here(self, client: Client) -> None:
         with pytest.raises(TypeError, match="unknown option: temprature"):
             client.generate("hi", temprature=0.5)

@@ -7,6 +7,7 @@ import psutil
 import pytest
 
 from deploy.cluster import LocalCluster
+from deploy.processes import processes_of
 from deploy.runtime import RuntimeDirectory
 from pdserve.client import Client
 from support.clusters import cluster_config, wait_quiet
@@ -20,10 +21,12 @@ def shared_cluster(small_checkpoint):
     runtime_dir = Path(tempfile.mkdtemp(prefix="pds-", dir="/tmp"))
     before = set(psutil.Process().children(recursive=True))
     with LocalCluster(cluster_config(runtime_dir, small_checkpoint, prefill=2, decode=2, routers=2)) as cluster:
+        cluster_id = RuntimeDirectory(str(runtime_dir)).cluster_id
+        assert cluster_id
         yield cluster
     assert set(psutil.Process().children(recursive=True)) <= before, "processes are left"
-    assert not RuntimeDirectory(str(runtime_dir)).processes()
-    assert not runtime_dir.exists(), "sockets or Ray's session are left"
+    assert not processes_of(cluster_id)
+    runtime_dir.rmdir()  # it was there before, and is empty again
 
 
 @pytest.fixture

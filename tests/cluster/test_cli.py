@@ -17,7 +17,7 @@ from support.clusters import wait_for
 
 pytestmark = pytest.mark.cluster
 
-PDSERVE = [sys.executable, "-m", "deploy.cli"]
+PDSERVE = [sys.executable, "-m", "deploy"]
 
 
 def pdserve(*arguments, timeout=120):
@@ -98,7 +98,7 @@ def test_down_cleans_up_after_a_supervisor_that_was_killed(runtime_dir, config_f
     assert up.returncode == 0, up.stderr
     runtime = RuntimeDirectory(str(runtime_dir))
     processes = runtime.processes()
-    supervisor = runtime.read_state().supervisor()
+    supervisor = runtime.supervisor()
     supervisor.send_signal(signal.SIGKILL)
     wait_for(lambda: not supervisor.is_running(), "its end")
     assert pdserve("down", *here).returncode == 0

@@ -44,7 +44,7 @@ def test_a_drained_decode_worker_finishes_its_stream_and_gets_no_other(cluster, 
 
 
 def test_the_drain_command_returns_when_nothing_is_left_there(cluster, client):
-    command = [sys.executable, "-m", "deploy.cli", "drain", "decode-1", "--address", cluster.grpc_address]
+    command = [sys.executable, "-m", "deploy", "drain", "decode-1", "--address", cluster.grpc_address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     state = worker(cluster, "decode-1").state
     undone = subprocess.run([*command, "--cancel"], capture_output=True, text=True, timeout=60)

@@ -7,7 +7,7 @@ import pytest
 from engine.events import Aborting, Ended, Leased
 from engine.sequence import KVSource, Sequence
 from model import next_token
-from pdserve.errors import Cancelled, InternalError, InvalidArgument
+from pdserve.errors import Cancelled, InternalError, InvalidArgument, Uncomputable
 from pdserve.types import Finish, FinishReason, Owner, SampledToken, SamplingParams
 from support.engines import Job, finish, make_engine, new_owner, run
 
@@ -175,16 +175,30 @@ def test_what_fails_in_sampling_ends_its_own_sequence_alone(llama, monkeypatch):
     monkeypatch.setattr(next_token, "sample", fails_once)
     sound, broken = Job([5, 6, 7], PARAMS), Job([5, 6, 7], SamplingParams(max_tokens=8, seed=13))
     run(make_engine(llama), broken, sound)
-    assert isinstance(broken.outcome, InternalError)
+    assert isinstance(broken.outcome, Uncomputable)
     assert "IndexError" in str(broken.outcome)
     assert (sound.tokens, sound.outcome) == (alone.tokens, alone.outcome)
+
+
+def test_numbers_that_are_not_finite_end_their_own_sequence_alone(llama):
+    alone = Job([5, 6, 7], PARAMS)
+    run(make_engine(llama), alone)
+    engine = make_engine(llama)
+    engine.executor.decoder._parameters.embedding[11] = float("nan")
+    sound, broken = Job([5, 6, 7], PARAMS), Job([5, 11, 7], PARAMS)
+    run(engine, broken, sound)
+    assert isinstance(broken.outcome, Uncomputable)
+    assert not broken.outcome.retryable
+    assert not broken.outcome.blames_worker
+    assert (sound.tokens, sound.outcome) == (alone.tokens, alone.outcome)
+    assert leased(engine) == 0
 
 
 def test_a_failed_step_ends_its_sequences_and_the_engine_goes_on(llama, monkeypatch):
     engine = make_engine(llama)
     job, _ = submitted(engine)
     with monkeypatch.context() as patch:
-        patch.setattr(engine.executor.decoder, "forward", lambda *args: 1 / 0)
+        patch.setattr(engine.executor.decoder, "forward_checked", lambda *args: 1 / 0)
         engine.step()
     assert isinstance(job.outcome, InternalError)
     assert "ZeroDivisionError" in str(job.outcome)

@@ -1,4 +1,4 @@
-"""Several transfers at once under a seeded network and a virtual clock, with the real services and the ladder in the
+"""Several transfers at once under a seeded network and a virtual clock, with workers' controls and the ladder in the
 loop: whatever dies, every request whose decode worker lives ends with the right KV, and nothing is left."""
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ def run_to_the_end(cluster: SimulatedCluster) -> None:
             assert (stats.outgoing, stats.incoming) == (0, 0), "a transfer is left"
             assert node.engine.free_tokens == node.engine.pool_tokens, "a lease is left"
             assert not node.engine.sequences
-            assert not node.prefill.owners()
-            assert not node.decode.owners()
+            assert not node.control.owners
     for request in cluster.requests.values():
         check_end(request)
 

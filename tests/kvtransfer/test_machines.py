@@ -1,4 +1,4 @@
-"""Sender, receiver and ladder as state machines: whatever comes in whatever order, their promises hold."""
+"""Sender and receiver as state machines: whatever comes in whatever order, their promises hold."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from kvtransfer.actions import (
 )
 from kvtransfer.frames import Abort, Ack, Commit, Credit, Frame, Gone, Have, Layer, Nack, Open, Ping
 from kvtransfer.integrity import block_count, block_range, list_bytes
-from kvtransfer.ladder import Ladder, LadderLimits, Rung
 from kvtransfer.receiver import Expectation, Receiver, ReceiverState
 from kvtransfer.sender import Sender, SenderState
 from kvtransfer.timing import Timing
@@ -423,41 +422,6 @@ class ReceiverMachine(RuleBasedStateMachine):
             assert self.now < TIMING.deadline_s
 
 
-class LadderMachine(RuleBasedStateMachine):
-    """The ladder of a worker beside what its docstring says in other words."""
-
-    @initialize(budget=st.integers(0, 3), max_failures=st.integers(1, 3))
-    def set_up(self, budget: int, max_failures: int) -> None:
-        self.limits = LadderLimits(budget, max_failures, cooldown_s=10.0)
-        self.ladder = Ladder(self.limits)
-        self.now = 0.0
-        self.failures: list[float] = []  # in a row since the last cooldown or success
-        self.cools_until = 0.0
-
-    @rule(taken=st.integers(0, 4))
-    def a_sender_is_lost(self, taken: int) -> None:
-        rung = self.ladder.next_rung(taken, self.now)
-        allowed = taken < self.limits.budget and self.now >= self.cools_until
-        assert rung is (Rung.ANOTHER_SENDER if allowed else Rung.LOCAL)
-
-    @rule()
-    def a_new_sender_fails(self) -> None:
-        self.ladder.failed(self.now)
-        self.failures.append(self.now)
-        if len(self.failures) == self.limits.max_failures:
-            self.failures.clear()
-            self.cools_until = self.now + self.limits.cooldown_s
-
-    @rule()
-    def a_new_sender_delivers(self) -> None:
-        self.ladder.succeeded()
-        self.failures.clear()
-
-    @rule(seconds=st.sampled_from([0.0, 1.0, 9.0, 10.0]))
-    def time_passes(self, seconds: float) -> None:
-        self.now += seconds
-
-
 def _case(machine: type[RuleBasedStateMachine]) -> Any:
     case = machine.TestCase
     case.settings = SETTINGS
@@ -466,4 +430,3 @@ def _case(machine: type[RuleBasedStateMachine]) -> Any:
 
 TestSender = _case(SenderMachine)
 TestReceiver = _case(ReceiverMachine)
-TestLadder = _case(LadderMachine)

@@ -14,6 +14,7 @@ from pdserve.errors import (
     ResourceExhausted,
     TransferError,
     Unavailable,
+    Uncomputable,
 )
 from pdserve.types import (
     Finish,
@@ -405,12 +406,13 @@ def test_a_worker_that_keeps_failing_is_the_last_choice_until_a_trial_succeeds()
     assert world.submit("after")[0].worker == "d0"
 
 
-def test_a_clients_error_never_trips_a_breaker():
+@pytest.mark.parametrize("error", [InvalidArgument("prompt", "strange"), Uncomputable("not finite")])
+def test_a_requests_own_error_never_trips_a_breaker(error):
     world = World("d0", "d1", config=replace(CONFIG, max_requests=100, breaker_failures=1))
     for number in range(5):
         (start,) = world.submit(f"bad-{number}")
         assert start.worker == "d0"
-        world.terminal(start, InvalidArgument("prompt", "strange"))
+        world.terminal(start, error)
 
 
 def test_a_draining_worker_gets_nothing_new():
@@ -487,12 +489,13 @@ def test_a_worker_that_gives_a_request_up_does_not_cancel_it():
     assert [type(action) for action in world.terminal(start, gone)] == [Retry, StartDecode]
 
 
-def test_a_clients_error_is_not_tried_again():
+@pytest.mark.parametrize("error", [InvalidArgument("prompt", "strange"), Uncomputable("not finite")])
+def test_a_requests_own_error_is_not_tried_again(error):
     world = World("p0", "d0", "d1")
     start = world.prefilling()
-    abort, end = world.terminal(start, InvalidArgument("prompt", "too long"))
+    abort, end = world.terminal(start, error)
     assert abort == AbortAttempt("p0", start.owner)
-    assert isinstance(end.outcome, InvalidArgument)
+    assert end.outcome is error
 
 
 @pytest.mark.parametrize("phase", ["placing", "ticket", "prefill", "decode"])

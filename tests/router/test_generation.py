@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,9 @@ class Letters:
 
     def new_decoder(self) -> Letters:
         return self
+
+    def follow(self, prompt: Iterator[str]) -> int:
+        return 0
 
     def push(self, tokens: Sequence[str]) -> str:
         return "".join(tokens)
@@ -220,6 +223,15 @@ class TestService:
         assert isinstance(finished, GenerationFinished)
         assert router.requests[0].abandoned
         assert router.resumed == [False]
+
+    def test_the_text_goes_on_that_of_the_prompt(self, tmp_path: Path) -> None:
+        directory = small_tokenizers.save(small_tokenizers.sentencepiece(), tmp_path)
+        tokenizer = Tokenizer.load(directory)
+        ids = tokenizer.encode("the fox", add_special_tokens=False)
+        router = FakeRouter(Accept("r", 0, tuple(SampledToken(i) for i in ids)), End("r", 0, LENGTH, 1, True))
+        _, delta, _ = self.run(router, tokenizer, TextPrompt("the quick"))
+        assert isinstance(delta, TextDelta)
+        assert delta.text == " the fox"
 
     def test_a_resumed_request_says_so(self, tokenizer: Tokenizer) -> None:
         router = FakeRouter(End("r", 0, LENGTH, 1, True))

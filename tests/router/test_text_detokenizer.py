@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import tokenizers
@@ -15,7 +15,7 @@ from tokenizers import decoders
 
 from model.embedded import embedded_model_directory
 from pdserve.errors import ConfigError
-from router.text import Detokenizer, Tokenizer
+from router.text import Detokenizer, StopStrings, Tokenizer
 from router.text.decoders import MAX_HELD_BYTES, token_bytes
 from support import small_tokenizers
 
@@ -59,8 +59,8 @@ def embedded() -> Tokenizer:
     return Tokenizer.load(embedded_model_directory())
 
 
-def streamed(tokenizer: Tokenizer, pushes: list[list[int]]) -> str:
-    detokenizer = Detokenizer(tokenizer)
+def streamed(tokenizer: Tokenizer, pushes: list[list[int]], prompt: Sequence[int] = ()) -> str:
+    detokenizer = Detokenizer(tokenizer, prompt)
     return "".join(detokenizer.push(push) for push in pushes) + detokenizer.finish()
 
 
@@ -87,6 +87,81 @@ def test_any_ids_in_any_cut_give_the_whole_decode(
     first_tokens = st.integers(0, 300)  # where special tokens and single bytes are
     ids = data.draw(st.lists(vocabulary | first_tokens | st.just(UNKNOWN_ID), max_size=40))
     assert streamed(tokenizer, list(cut_at_random(ids, rng))) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@settings(deadline=None, max_examples=200)
+@given(data=st.data(), rng=st.randoms())
+def test_after_any_prompt_the_text_is_what_the_whole_decode_has_beyond_it(
+    shapes: dict[str, Tokenizer], shape: str, data: st.DataObject, rng: random.Random
+) -> None:
+    tokenizer = shapes[shape]
+    some = st.integers(0, tokenizer.vocab_size - 1) | st.integers(0, 270) | st.just(UNKNOWN_ID)
+    spaces = st.just(tokenizer.encode(" ", add_special_tokens=False)[-1])
+    prompt, output = data.draw(st.lists(some | spaces, max_size=12)), data.draw(st.lists(some | spaces, max_size=12))
+    text = streamed(tokenizer, list(cut_at_random(output, rng)), prompt)
+    assert text == tokenizer.decode(prompt + output)[len(tokenizer.decode(prompt)) :]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_text_of_every_script_comes_back_wherever_prompt_and_output_meet(
+    shapes: dict[str, Tokenizer], shape: str
+) -> None:
+    tokenizer = shapes[shape]
+    for text in small_tokenizers.SAMPLES:
+        ids = tokenizer.encode(text)
+        for cut in range(len(ids) + 1):
+            beyond = tokenizer.decode(ids)[len(tokenizer.decode(ids[:cut])) :]
+            assert streamed(tokenizer, one_by_one(ids[cut:]), ids[:cut]) == beyond
+
+
+@pytest.mark.parametrize("shape", ["sentencepiece", "metaspace", "no strip"])
+def test_leading_space_of_a_completion_is_kept_and_a_stop_string_that_begins_with_it_matches(
+    shapes: dict[str, Tokenizer], shape: str
+) -> None:
+    tokenizer = shapes[shape]
+    ids = {tokenizer.token(token_id): token_id for token_id in range(tokenizer.vocab_size)}
+    prompt, output = tokenizer.encode("the quick"), [ids[letter] for letter in "▁brown"]
+    assert streamed(tokenizer, one_by_one(output), prompt) == " brown"
+    detokenizer, stops = Detokenizer(tokenizer, prompt), StopStrings([" brown"])
+    matches = [stops.push(detokenizer.push([token_id]))[1] for token_id in output]
+    assert matches[-1] == " brown"
+
+
+def test_after_special_tokens_alone_an_output_begins_the_text(shapes: dict[str, Tokenizer]) -> None:
+    tokenizer = shapes["sentencepiece"]
+    output = tokenizer.encode("the fox", add_special_tokens=False)
+    assert streamed(tokenizer, one_by_one(output), [1, 2, UNKNOWN_ID, 1]) == "the fox"
+
+
+@pytest.mark.parametrize("chars", [1, MAX_HELD_BYTES // 3, MAX_HELD_BYTES // 3 + 1, MAX_HELD_BYTES])
+def test_prompt_that_ends_in_a_run_of_byte_tokens_of_any_length_goes_on(
+    shapes: dict[str, Tokenizer], chars: int
+) -> None:
+    tokenizer, text = shapes["sentencepiece"], "ဗမာ" * MAX_HELD_BYTES
+    ids, cut = [3 + byte for byte in text.encode()], 3 * chars
+    assert streamed(tokenizer, one_by_one(ids[cut:]), ids[:cut]) == text[chars:]
+
+
+class _Counting:
+    """Says how often a token was looked up."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.new_decoder = tokenizer.new_decoder
+        self.looked_up = 0
+
+    def token(self, token_id: int) -> str | None:
+        self.looked_up += 1
+        return self._tokenizer.token(token_id)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("text", ["hello ", "日本語", " "])
+def test_cost_of_a_prompt_does_not_grow_with_its_length(shapes: dict[str, Tokenizer], shape: str, text: str) -> None:
+    counting = _Counting(shapes[shape])
+    Detokenizer(counting, shapes[shape].encode(text * 5000))
+    assert 1 <= counting.looked_up <= MAX_HELD_BYTES
 
 
 @pytest.mark.parametrize("shape", SHAPES)

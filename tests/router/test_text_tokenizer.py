@@ -96,6 +96,24 @@ def test_config_may_be_absent(tmp_path: Path) -> None:
     assert Tokenizer.load(tmp_path).encode("hello")[0] == 1
 
 
+def test_token_that_was_declared_twice_is_as_special_as_a_decode_takes_it(tmp_path: Path) -> None:
+    pipeline = small_tokenizers.byte_level()
+    token_id = pipeline.token_to_id("</s>")
+    added = {str(token_id): {"content": "</s>", "special": False, "lstrip": True}}
+    directory = small_tokenizers.save(pipeline, tmp_path, added_tokens_decoder=added, eos_token=None)
+    ours, theirs = Tokenizer.load(directory), PreTrainedTokenizerFast.from_pretrained(directory)
+    assert (ours.token(token_id) is None) == (theirs.decode([token_id], skip_special_tokens=True) == "")
+
+
+def test_class_that_is_not_known_takes_the_pipeline_of_the_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = Tokenizer.load(small_tokenizers.save(small_tokenizers.byte_level(), tmp_path / "plain"))
+    other = small_tokenizers.save(small_tokenizers.byte_level(), tmp_path / "other", tokenizer_class="CohereTokenizer")
+    assert Tokenizer.load(other).encode("hello 12") == plain.encode("hello 12")
+    assert [record.getMessage() for record in caplog.records] == ["tokenizer.json is used as it is"]
+
+
 @pytest.mark.parametrize(
     ("file", "content", "named"),
     [
@@ -108,6 +126,11 @@ def test_config_may_be_absent(tmp_path: Path) -> None:
         ("tokenizer_config.json", b'{"chat_template": [{"name": 1}]}', r"tokenizer_config\.json: malformed"),
         ("tokenizer_config.json", b'{"added_tokens_decoder": {"x": {}}}', r"tokenizer_config\.json: malformed"),
         ("tokenizer_config.json", b'{"chat_template": 7}', r"tokenizer_config\.json: malformed"),
+        ("special_tokens_map.json", b"[]", r"special_tokens_map\.json: must hold a JSON object"),
+        ("special_tokens_map.json", b'{"bos_token": 7}', r"special_tokens_map\.json: malformed"),
+        ("added_tokens.json", b"{", r"added_tokens\.json: not valid JSON"),
+        ("added_tokens.json", b'{"<x>": "one"}', r"added_tokens\.json: malformed"),
+        ("config.json", b"", r"config\.json: not valid JSON"),
         ("chat_template.jinja", b"{% for %}", r"chat template, line 1"),
         ("chat_template.jinja", b"\xff", r"chat_template\.jinja: not UTF-8"),
     ],

@@ -90,7 +90,6 @@ REFUSED = [
     ({"request_id": "x" * 129}, r"request_id: has 129 characters: at most 128"),
     ({"request_id": "a\nb"}, r"request_id: 'a\\nb' has characters that are not printable"),
     ({"request_id": "a\u202eb"}, r"request_id: .* not printable"),
-    ({"request_id": "a\ud800b"}, r"request_id: .* not printable"),
 ]
 
 
@@ -190,11 +189,25 @@ def test_prompt_text_is_bounded() -> None:
         check_prompt_text("")
 
 
-def test_lone_surrogate_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match=r"^prompt: is not valid Unicode: a lone surrogate at character 2"):
+def test_lone_surrogate_is_refused_and_its_place_named() -> None:
+    with pytest.raises(InvalidArgument, match=r"^prompt: is not valid Unicode: a lone surrogate at character 2$"):
         check_prompt_text("ab\ud800")
-    with pytest.raises(InvalidArgument, match=r"^chat: is not valid Unicode"):
-        check_chat([("user", "fine"), ("user", "\udc00")])
+    for message, part in [(("user", "x\udc00"), "content"), (("\udfff", "x"), "role")]:
+        with pytest.raises(InvalidArgument, match=rf"^chat: messages\[1\]\.{part} is not valid Unicode: a lone"):
+            check_chat([("user", "fine 🙂"), message])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"request_id": "r\ud800"}, "request_id: is not valid Unicode"),
+        ({"model": "\ud83d"}, "model: is not valid Unicode"),
+        ({"stop": ("fine", "a\udc00b")}, r"stop: stop\[1\] is not valid Unicode: a lone surrogate at character 1"),
+    ],
+)
+def test_lone_surrogate_in_any_other_text_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"^{message}"):
+        resolve(**fields)
 
 
 def test_chat_is_bounded_as_a_whole() -> None:

@@ -8,17 +8,21 @@ from typing import Any
 
 import pytest
 
-from decode_worker.service import DecodeService, Import
+from decode_worker.role import DecodeRole
+from engine.commands import UnpinSequence
+from engine.events import Preempted, Tokens
 from engine.sequence import Sequence
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
 from pdserve.client.stream import StreamFold
-from prefill_worker.service import Export
+from prefill_worker.role import PrefillRole
 from router.generation import OutputText
 from router.in_flight import Attempt
+from router.session import StreamEnd, WorkerSession
 from router.suspicion import Suspicion
 from simulation import simulate
 from simulation.executor import TagStore
+from worker.control import Control
 
 _SEEDS = 500
 
@@ -27,13 +31,13 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 def _free_on_send(patch: pytest.MonkeyPatch) -> None:
     """Prefill gives its blocks back when everything is handed to the link, not when the receiver has it."""
-    on_tokens = Export.on_tokens
+    on_engine = PrefillRole.on_engine
 
-    def freeing(self: Export, sequence: Sequence, tokens: Any) -> None:
-        on_tokens(self, sequence, tokens)
-        self._engine.unpin(self._owner)
+    def freeing(self: PrefillRole, event: Any) -> Any:
+        unpin = [UnpinSequence(event.owner)] if isinstance(event, Tokens) else []
+        return [*on_engine(self, event), *unpin]
 
-    patch.setattr(Export, "on_tokens", freeing)
+    patch.setattr(PrefillRole, "on_engine", freeing)
 
 
 def _no_epoch_check(patch: pytest.MonkeyPatch) -> None:
@@ -71,13 +75,13 @@ def _ticket_never_renewed(patch: pytest.MonkeyPatch) -> None:
 
 def _terminal_twice(patch: pytest.MonkeyPatch) -> None:
     """A decode worker tells a request's end twice."""
-    note_end = DecodeService.note_end
+    end = DecodeRole._end
 
-    def doubled(self: DecodeService, owner: Any, outcome: Any) -> None:
-        note_end(self, owner, outcome)
-        note_end(self, owner, outcome)
+    def doubled(self: DecodeRole, receive: Any, event: Any) -> Any:
+        actions = end(self, receive, event)
+        return [*actions, actions[-1]]
 
-    patch.setattr(DecodeService, "note_end", doubled)
+    patch.setattr(DecodeRole, "_end", doubled)
 
 
 def _fork_without_copy(patch: pytest.MonkeyPatch) -> None:
@@ -97,7 +101,12 @@ def _border_moves(patch: pytest.MonkeyPatch) -> None:
 
 def _preemption_untold(patch: pytest.MonkeyPatch) -> None:
     """A decode worker that computes a delivered prompt again does not say so."""
-    patch.setattr(Import, "on_preempted", lambda *_: None)
+    on_engine = DecodeRole.on_engine
+
+    def silent(self: DecodeRole, event: Any) -> Any:
+        return [] if isinstance(event, Preempted) else on_engine(self, event)
+
+    patch.setattr(DecodeRole, "on_engine", silent)
 
 
 def _resume_state_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -126,6 +135,36 @@ def _stop_string_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(OutputText, "replay", lambda self, token_ids: None)
 
 
+def _leave_is_a_crash(patch: pytest.MonkeyPatch) -> None:
+    """A router takes a worker that closed its session in order for one that may have crashed."""
+    ended = WorkerSession.ended
+
+    def suspicious(self: WorkerSession, end: StreamEnd, crash_report: str | None) -> None:
+        ended(self, StreamEnd.BROKEN, None)
+
+    patch.setattr(WorkerSession, "ended", suspicious)
+
+
+def _flag_of_two_threads(patch: pytest.MonkeyPatch) -> None:
+    """The engine's thread sets the load that a worker's control tells its routers."""
+    on_engine = Control.on_engine
+
+    def hasty(self: Control, events: Any, load: Any) -> None:
+        self._load = load
+        on_engine(self, events, load)
+
+    patch.setattr(Control, "on_engine", hasty)
+
+
+def _link_enters_control(patch: pytest.MonkeyPatch) -> None:
+    """The link's thread calls a worker's control, instead of having its own thread do so."""
+
+    def direct(self: Control, role: Callable[..., Any], *what: object) -> Callable[..., None]:
+        return lambda *came: self._perform(role(*what, *came))
+
+    patch.setattr(Control, "_telling", direct)
+
+
 @pytest.mark.parametrize(
     ("mutant", "likely"),
     [
@@ -135,13 +174,16 @@ def _stop_string_forgotten(patch: pytest.MonkeyPatch) -> None:
         (_ticket_never_renewed, 14),
         (_terminal_twice, 0),
         (_fork_without_copy, 8),
-        (_border_moves, 3),
-        (_preemption_untold, 100),
+        (_border_moves, 36),
+        (_preemption_untold, 169),
         (_resume_state_forgotten, 13),
-        (_received_forgotten, 3),
+        (_received_forgotten, 13),
         (_sharing_untold, 28),
         (_never_convicted, 20),
-        (_stop_string_forgotten, 114),
+        (_stop_string_forgotten, 167),
+        (_leave_is_a_crash, 21),
+        (_flag_of_two_threads, 0),
+        (_link_enters_control, 0),
     ],
 )
 def test_a_mutant_is_caught(mutant: Patch, likely: int, monkeypatch: pytest.MonkeyPatch) -> None:

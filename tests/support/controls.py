@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-from decode_worker.ladder import Ladder, LadderLimits
-from decode_worker.role import DecodeRole
 from pdserve.clock import Clock, SystemClock
 from pdserve.config import TransferConfig
 from pdserve.rpc import cluster_pb2 as pb
 from pdserve.tracing import Trace
 from pdserve.types import Load
-from prefill_worker.outlet import LinkOutlet
-from prefill_worker.role import PrefillRole
-from worker.control import Control
-from worker.ports import Turns
+from worker.assembly import make_control
+from worker.ports import Observer, Turns
 
 
 class HandTurns:
@@ -73,14 +68,19 @@ class TestedControl:
         config: TransferConfig | None = None,
         trace: Trace | None = None,
         clock: Clock | None = None,
-        max_queued: int = 64,
+        observer: Observer | None = None,
     ) -> None:
-        config = config or TransferConfig()
-        make_outlet = partial(LinkOutlet, link, trace or Trace(), config.mode, layer_count)
-        self.prefill = PrefillRole(make_outlet, max_queued)
-        self.decode = DecodeRole(Ladder(LadderLimits.from_config(config)), max_queued)
-        self.control = Control(
-            self.prefill, self.decode, engine, link, turns, clock or SystemClock(), NobodyWaits(), Load()
+        self.control = make_control(
+            engine,
+            link,
+            turns,
+            observer or NobodyWaits(),
+            clock or SystemClock(),
+            trace or Trace(),
+            config or TransferConfig(),
+            layer_count=layer_count,
+            max_queued=64,
+            load=Load(),
         )
         self.session = OneSession(on_message)
         self.control.session_opened(self.session)

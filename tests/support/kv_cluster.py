@@ -1,5 +1,5 @@
-"""Prefill and decode workers with their real services, links and ladders, and what a router does for them, on the
-simulation's clock. Engines and network are simulated; one thread; a seed replays.
+"""Prefill and decode workers with their real controls and links, and what a router does for them, on the simulation's
+clock. Engines and network are simulated; one thread; a seed replays.
 """
 
 from __future__ import annotations
@@ -8,14 +8,9 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable
-from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
 from functools import partial
-from typing import cast
 
-from decode_worker.service import DecodeService
-from engine.engine import Engine
-from kvtransfer.ladder import Ladder, LadderLimits
 from kvtransfer.link import Link
 from kvtransfer.transports.faulty import FaultyTransport
 from pdserve.clock import ManualClock
@@ -23,9 +18,12 @@ from pdserve.config import TransferConfig
 from pdserve.errors import PdserveError, TransferError
 from pdserve.kv_format import KVFormat
 from pdserve.logs import logger
+from pdserve.rpc import cluster_pb2 as pb
+from pdserve.rpc import convert
 from pdserve.tracing import Trace
 from pdserve.types import Finish, Owner, SampledToken, SamplingParams, Ticket
-from prefill_worker.service import PrefillService
+from support import commands
+from support.controls import TestedControl
 from support.kv_engine import SimulatedEngine
 from support.kv_simulation import NetworkFaults, Simulation, earliest, wait_until
 from support.kv_store import FakeStore
@@ -76,7 +74,7 @@ class SteppedLink(Link):
 
 
 class SimulatedNode:
-    """A worker that offers both services. `router` hears what they report, after a delay, as over a session."""
+    """A worker. The router hears what it reports after a delay, as over a session."""
 
     def __init__(self, cluster: SimulatedCluster, name: str) -> None:
         simulation = cluster.simulation
@@ -89,10 +87,18 @@ class SimulatedNode:
         trace, log = Trace(capacity=16), logger(f"simulated.{name}")
         self.link = SteppedLink(self.transport, LAYOUT, b"model", CONFIG, simulation.clock, trace, log)
         self.link.start()
-        self.ladder = Ladder(LadderLimits.from_config(CONFIG))
-        engine = cast(Engine, self.engine)
-        self.prefill = PrefillService(engine, self.link, _PrefillReports(self, cluster), trace, 64, CONFIG.mode)
-        self.decode = DecodeService(engine, self.link, _DecodeReports(self, cluster), self.ladder, simulation.clock, 64)
+        tested = TestedControl(
+            self.engine,
+            self.link,
+            LAYOUT.layer_count,
+            partial(cluster.on_message, self),
+            turns=self,
+            config=CONFIG,
+            trace=trace,
+            clock=simulation.clock,
+        )
+        self.control, self.tell = tested.control, tested.tell
+        self.engine.listener = self.control
 
     def turn(self) -> None:
         if self.alive:
@@ -100,6 +106,9 @@ class SimulatedNode:
 
     def next_time(self) -> float | None:
         return earliest(self.link.next_time(), self.transport.next_due())
+
+    def post(self, call: Callable[[], None]) -> None:
+        self.later(0.0, call)
 
     def later(self, delay_s: float, call: Callable[[], None]) -> None:
         """Call, unless the worker is dead by then."""
@@ -145,7 +154,7 @@ class SimulatedCluster:
         ids = [number] * token_count
         request = Request(owner, ids, FakeStore.random(LAYOUT, token_count, number), self.rng.choice(self.decode))
         self.requests[owner] = request
-        start = partial(request.decode.decode.start, owner, ids, (), PARAMS, False)
+        start = partial(request.decode.tell, commands.start_decode(owner, ids, (), PARAMS))
         self.simulation.call_at(time_s, partial(request.decode.later, 0.0, start))
         return request
 
@@ -154,8 +163,7 @@ class SimulatedCluster:
             request.aborted = True
             for node in (request.decode, request.prefill):
                 if node is not None:
-                    node.later(self._delay_s(), partial(node.prefill.abort, request.owner))
-                    node.later(self._delay_s(), partial(node.decode.abort, request.owner))
+                    node.later(self._delay_s(), partial(node.tell, commands.abort(request.owner)))
 
         self.simulation.call_at(time_s, abort)
 
@@ -177,19 +185,37 @@ class SimulatedCluster:
         self.rungs["another sender"] += ticket.epoch > 1
         chosen = request.prefill = self.rng.choice(self._members) if self._members else None
         if chosen is None:
-            node.later(self._delay_s(), partial(node.decode.prefill_locally, owner))
+            node.later(self._delay_s(), partial(node.tell, commands.prefill_locally(owner)))
         else:
-            start = partial(chosen.prefill.start, owner, request.token_ids, (), PARAMS, ticket)
-            chosen.later(self._delay_s(), start)
+            start = commands.start_prefill(owner, request.token_ids, (), PARAMS, ticket)
+            chosen.later(self._delay_s(), partial(chosen.tell, start))
 
-    def on_prefill_end(self, node: SimulatedNode, owner: Owner, outcome: PdserveError | None) -> None:
+    def on_prefill_end(self, node: SimulatedNode, owner: Owner, outcome: Finish | PdserveError | None) -> None:
         request = self.requests[owner]
+        assert not isinstance(outcome, Finish)
         if outcome is not None and request.prefill is node:
             self._sender_lost(request, outcome)
 
-    def report(self, call: Callable[[], None]) -> None:
+    def on_message(self, node: SimulatedNode, message: pb.WorkerMessage) -> None:
         """What a worker tells the router."""
-        self.simulation.call_soon(self._delay_s(), call)
+        kind = message.WhichOneof("message")
+        if kind == "tokens":
+            for item in message.tokens.batch:
+                tokens = [convert.token_from_proto(token) for token in item.tokens]
+                self.requests[convert.owner_from_proto(item.owner)].tokens += tokens
+            return
+        owner = convert.owner_from_proto(getattr(message, kind or "").owner)
+        if kind == "local_prefill":
+            self.rungs["local"] += 1
+        elif kind == "ticket":
+            ticket = convert.ticket_from_proto(message.ticket)
+            self.simulation.call_soon(self._delay_s(), partial(self.on_ticket, node, owner, ticket))
+        else:
+            outcome = convert.terminal_from_proto(message.terminal)
+            if node is self.requests[owner].decode:
+                self.requests[owner].outcomes.append(outcome)
+            else:
+                self.simulation.call_soon(self._delay_s(), partial(self.on_prefill_end, node, owner, outcome))
 
     def _on_death(self, node: SimulatedNode) -> None:
         if node in self._members:
@@ -199,11 +225,12 @@ class SimulatedCluster:
                 self._sender_lost(request, TransferError(f"{node.name} is gone"))
             if request.decode is node and request.prefill is not None:
                 request.aborted = True
-                request.prefill.later(self._delay_s(), partial(request.prefill.prefill.abort, request.owner))
+                prefill = request.prefill
+                prefill.later(self._delay_s(), partial(prefill.tell, commands.abort(request.owner)))
 
     def _sender_lost(self, request: Request, error: PdserveError) -> None:
         node = request.decode
-        node.later(self._delay_s(), partial(node.decode.sender_lost, request.owner, request.epoch, error))
+        node.later(self._delay_s(), partial(node.tell, commands.sender_lost(request.owner, request.epoch, error)))
 
     def _node(self, name: str) -> SimulatedNode:
         node = SimulatedNode(self, name)
@@ -212,32 +239,3 @@ class SimulatedCluster:
 
     def _delay_s(self) -> float:
         return self.rng.uniform(0.0, 0.02)
-
-
-class _PrefillReports:
-    def __init__(self, node: SimulatedNode, cluster: SimulatedCluster) -> None:
-        self._node = node
-        self._cluster = cluster
-
-    def terminal(self, owner: Owner, outcome: Finish | PdserveError | None) -> None:
-        assert not isinstance(outcome, Finish)
-        self._cluster.report(partial(self._cluster.on_prefill_end, self._node, owner, outcome))
-
-
-class _DecodeReports:
-    def __init__(self, node: SimulatedNode, cluster: SimulatedCluster) -> None:
-        self._node = node
-        self._cluster = cluster
-
-    def ticket(self, owner: Owner, ticket: Ticket) -> None:
-        self._cluster.report(partial(self._cluster.on_ticket, self._node, owner, ticket))
-
-    def local_prefill(self, owner: Owner, reason: str) -> None:
-        self._cluster.rungs["local"] += 1
-
-    def tokens(self, batch: list[tuple[Owner, int, ListLike[SampledToken]]]) -> None:
-        for owner, _, tokens in batch:
-            self._cluster.requests[owner].tokens += tokens
-
-    def terminal(self, owner: Owner, outcome: Finish | PdserveError | None) -> None:
-        self._cluster.requests[owner].outcomes.append(outcome)

@@ -1,4 +1,4 @@
-"""What the two services take for an engine, in virtual time: leases, chunks, layers and ends as the real one has
+"""What a worker's control takes for an engine, in virtual time: leases, chunks, layers and ends as the real one has
 them, and a model whose KV is a table of random bytes.
 
 It watches what a real engine cannot: that no range is read before it was computed, or touched after its lease.
@@ -10,14 +10,14 @@ import random
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as ListLike
-from types import SimpleNamespace
 
 import numpy as np
 
+from engine.events import Aborting, Ended, EngineEvent, EngineListener, Leased, Tokens
 from engine.sequence import KVSource, Phase, Sequence
 from pdserve.errors import PdserveError
 from pdserve.kv_format import KVFormat
-from pdserve.types import Finish, FinishReason, Owner, SampledToken
+from pdserve.types import Finish, FinishReason, Load, Owner, SampledToken
 from support.kv_store import FakeStore
 
 Later = Callable[[float, Callable[[], None]], None]
@@ -57,7 +57,6 @@ class SimulatedEngine:
         truth: Callable[[Owner], FakeStore],
         token: SampledToken,
     ) -> None:
-        self.store = SimpleNamespace(shape=layout)  # as far as services look into it
         self.pool_tokens = self.free_tokens = pool_tokens
         self.stores: list[WatchedStore] = []  # all there ever were
         self.sequences: dict[Owner, Sequence] = {}
@@ -69,15 +68,10 @@ class SimulatedEngine:
         self._token = token
         self._waiting: deque[Sequence] = deque()
         self._leases: dict[Owner, WatchedStore] = {}
-        self._after_step: list[Callable[[], None]] = []
+        self._events: list[EngineEvent] = []
+        self.listener: EngineListener | None = None
 
-    # What the services call, from any thread.
-
-    def add_after_step(self, callback: Callable[[], None]) -> None:
-        self._after_step.append(callback)
-
-    def sequence_kv(self, sequence: Sequence) -> WatchedStore:
-        return self._leases[sequence.owner]
+    # What the control calls.
 
     def expect(self, owner: Owner) -> None: ...  # nothing shares anything here
 
@@ -103,8 +97,9 @@ class SimulatedEngine:
     def _soon(self, command: Callable[[], None], delay_s: float = 0.0) -> None:
         def step() -> None:
             command()
-            for callback in self._after_step:
-                callback()
+            events, self._events = tuple(self._events), []
+            if events and self.listener is not None:
+                self.listener.on_engine(events, Load())
 
         self._later(delay_s, step)
 
@@ -122,10 +117,12 @@ class SimulatedEngine:
             self._leases[sequence.owner] = WatchedStore(self._layout, sequence.known)
             self.stores.append(self._leases[sequence.owner])
             delivered = sequence.source is KVSource.DELIVERED
-            sequence.pinned = delivered or sequence.exports_kv
+            sequence.pinned = delivered or sequence.outlet is not None
             sequence.phase = Phase.RECEIVING if delivered else Phase.RUNNING
-            if sequence.pinned:
-                sequence.sink.on_leased(sequence)
+            if delivered:
+                self._events.append(Leased(sequence.owner, self._leases[sequence.owner]))
+            elif sequence.outlet is not None:
+                sequence.outlet.opened(self._leases[sequence.owner])
             if not delivered:
                 self._compute_chunk(sequence)
 
@@ -142,8 +139,8 @@ class SimulatedEngine:
         start = sequence.computed
         known = self._truth(sequence.owner).read(layer, start, stop)
         self._leases[sequence.owner].write(layer, start, stop, known)
-        if sequence.exports_kv:
-            sequence.sink.on_layer(sequence, layer, start, stop)
+        if sequence.outlet is not None:
+            sequence.outlet.layer_ready(layer, start, stop)
         if layer + 1 < self._layout.layer_count:
             delay_s = self._rng.choice((0.0, 0.001, 0.1))
             self._soon(lambda: self._compute_layer(sequence, layer + 1, stop), delay_s)
@@ -171,7 +168,7 @@ class SimulatedEngine:
             self._compute_chunk(sequence)
 
     def _accept(self, sequence: Sequence, tokens: ListLike[SampledToken]) -> None:
-        sequence.sink.on_tokens(sequence, tokens)
+        self._events.append(Tokens(sequence.owner, 0, tokens))
         self._end(sequence, None if sequence.stops_after_prefill else Finish(FinishReason.LENGTH))
 
     def _abort(self, owner: Owner, error: PdserveError) -> None:
@@ -189,7 +186,7 @@ class SimulatedEngine:
             self._waiting.remove(sequence)
         sequence.phase, sequence.outcome = Phase.ENDED, outcome
         if sequence.pinned and isinstance(outcome, PdserveError):
-            sequence.sink.on_abort(sequence, outcome)
+            self._events.append(Aborting(sequence.owner, outcome))
         self._settle(sequence)
 
     def _settle(self, sequence: Sequence) -> None:
@@ -200,5 +197,5 @@ class SimulatedEngine:
         if (store := self._leases.pop(sequence.owner, None)) is not None:
             store.close()
             self.free_tokens += sequence.known
-        sequence.sink.on_end(sequence, sequence.outcome)
+        self._events.append(Ended(sequence.owner, sequence.outcome))
         self._lease()

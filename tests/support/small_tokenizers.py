@@ -5,12 +5,16 @@ Each is written as a checkpoint's directory would hold it.
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+P = ParamSpec("P")
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog, and the dog does not mind at all",
@@ -37,10 +41,22 @@ SAMPLES = [
 _SPECIAL = ["<unk>", "<s>", "</s>"]
 
 
-def byte_level() -> tokenizers.Tokenizer:
+def _trained_once(make: Callable[P, tokenizers.Tokenizer]) -> Callable[P, tokenizers.Tokenizer]:
+    """Training takes longer than reading what it came to."""
+    text = functools.cache(lambda *args, **kwargs: make(*args, **kwargs).to_str())
+
+    @functools.wraps(make)
+    def read(*args: P.args, **kwargs: P.kwargs) -> tokenizers.Tokenizer:
+        return tokenizers.Tokenizer.from_str(text(*args, **kwargs))
+
+    return read
+
+
+@_trained_once
+def byte_level(prefix_space: bool = False) -> tokenizers.Tokenizer:
     """Byte-level BPE, as Llama 3, Qwen and SmolLM have it; adds <s> to prompts."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=600,
@@ -54,11 +70,50 @@ def byte_level() -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def sentencepiece() -> tokenizers.Tokenizer:
-    """SentencePiece-like BPE with byte fallback, as Llama 2 and Mistral have it; adds <s> to prompts."""
-    metaspace = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    trained = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
+@_trained_once
+def sentencepiece(prefix: str = "first") -> tokenizers.Tokenizer:
+    """SentencePiece-like BPE with byte fallback, as Llama 2 and Mistral have it; adds <s> to prompts.
+
+    `prefix`: where a space is put before text: first, always or never; "legacy" is always, done by a normalizer.
+    """
+    tokenizer = _byte_fallback_bpe()
+    if prefix == "legacy":
+        steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        tokenizer.normalizer = normalizers.Sequence(steps)
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prefix, split=False)
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIAL])
+    tokenizer.decoder = decoders.Sequence(_byte_fallback_decoders(strips=prefix != "never"))
+    tokenizer.post_processor = _bos_first(tokenizer)
+    return tokenizer
+
+
+@_trained_once
+def unigram(prefix: str = "always", byte_fallback: bool = False) -> tokenizers.Tokenizer:
+    """Unigram with metaspace, as T5 and many SentencePiece models have it; adds <s> to prompts."""
+    metaspace = pre_tokenizers.Metaspace(prepend_scheme=prefix)
+    trained = tokenizers.Tokenizer(models.Unigram())
     trained.pre_tokenizer = metaspace
+    trainer = trainers.UnigramTrainer(vocab_size=200, show_progress=False)
+    trained.train_from_iterator(CORPUS, trainer)
+    pieces = [(piece, score) for piece, score in json.loads(trained.to_str())["model"]["vocab"] if piece != "<unk>"]
+    low = min(score for _, score in pieces) - 10
+    bytes_ = [(f"<0x{byte:02X}>", low) for byte in range(256)] if byte_fallback else []
+    vocabulary = [*((token, 0.0) for token in _SPECIAL), *bytes_, *pieces]
+    tokenizer = tokenizers.Tokenizer(models.Unigram(vocabulary, unk_id=0, byte_fallback=byte_fallback))
+    tokenizer.pre_tokenizer = metaspace
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIAL])
+    if byte_fallback:
+        tokenizer.decoder = decoders.Sequence(_byte_fallback_decoders(strips=prefix != "never"))
+    else:
+        tokenizer.decoder = decoders.Metaspace(prepend_scheme=prefix)
+    tokenizer.post_processor = _bos_first(tokenizer)
+    return tokenizer
+
+
+def _byte_fallback_bpe() -> tokenizers.Tokenizer:
+    trained = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
+    trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     trainer = trainers.BpeTrainer(
         vocab_size=300, special_tokens=["<unk>"], limit_alphabet=50, max_token_length=8, show_progress=False
     )
@@ -66,7 +121,7 @@ def sentencepiece() -> tokenizers.Tokenizer:
     model = json.loads(trained.to_str())["model"]
     pieces = [piece for piece in model["vocab"] if piece != "<unk>"]
     vocabulary = [*_SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
-    tokenizer = tokenizers.Tokenizer(
+    return tokenizers.Tokenizer(
         models.BPE(
             vocab={piece: index for index, piece in enumerate(vocabulary)},
             merges=[tuple(merge) for merge in model["merges"]],
@@ -75,13 +130,11 @@ def sentencepiece() -> tokenizers.Tokenizer:
             byte_fallback=True,
         )
     )
-    tokenizer.pre_tokenizer = metaspace
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIAL])
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    tokenizer.post_processor = _bos_first(tokenizer)
-    return tokenizer
+
+
+def _byte_fallback_decoders(strips: bool) -> list[decoders.Decoder]:
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    return [*steps, decoders.Strip(" ", 1, 0)] if strips else steps
 
 
 def save(tokenizer: tokenizers.Tokenizer, directory: Path, **config: Any) -> Path:
