@@ -110,8 +110,13 @@ def _preemption_untold(patch: pytest.MonkeyPatch) -> None:
 
 
 def _resume_state_forgotten(patch: pytest.MonkeyPatch) -> None:
-    """A client does not pass on how its stream stood at the router it lost."""
+    """A client does not pass on the resume states that the lost router had told it."""
     patch.setattr(StreamFold, "resume_states", lambda self: [])
+
+
+def _received_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """A client that goes on at another router asks for the whole stream again."""
+    patch.setattr(StreamFold, "token_ids", lambda self: [])
 
 
 def _sharing_untold(patch: pytest.MonkeyPatch) -> None:
@@ -164,17 +169,18 @@ def _link_enters_control(patch: pytest.MonkeyPatch) -> None:
     ("mutant", "likely"),
     [
         (_free_on_send, 0),
-        (_no_epoch_check, 38),
+        (_no_epoch_check, 6),
         (_token_twice, 0),
         (_ticket_never_renewed, 14),
         (_terminal_twice, 0),
         (_fork_without_copy, 8),
-        (_border_moves, 56),
-        (_preemption_untold, 190),
-        (_resume_state_forgotten, 114),
+        (_border_moves, 36),
+        (_preemption_untold, 169),
+        (_resume_state_forgotten, 13),
+        (_received_forgotten, 13),
         (_sharing_untold, 28),
         (_never_convicted, 20),
-        (_stop_string_forgotten, 279),
+        (_stop_string_forgotten, 167),
         (_leave_is_a_crash, 21),
         (_flag_of_two_threads, 0),
         (_link_enters_control, 0),
