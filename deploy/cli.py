@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -66,13 +67,14 @@ def main() -> None:
     """Entry point: runs the command and turns errors into one line and an exit code."""
     streams.take_over()
     os.environ.update(child_environment())
-    code = _run()
+    code = run(sys.argv[1:])
     sys.exit(code if streams.finish() else code or 1)
 
 
-def _run() -> int:
+def run(arguments: Sequence[str]) -> int:
+    """Run a command; its exit code."""
     try:
-        app()
+        app(arguments)
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else int(done.code is not None)
     except KeyboardInterrupt:
