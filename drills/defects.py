@@ -49,11 +49,11 @@ def _unfence_dispatch() -> None:
             return []
         return on_tokens(dispatch, entry.attempt.decode, owner, len(entry.output_ids), tokens, now)
 
-    def take_terminal(dispatch: Any, worker: str, owner: Any, outcome: Any, now: float) -> Any:
+    def take_terminal(dispatch: Any, worker: str, owner: Any, outcome: Any, epoch: int, now: float) -> Any:
         entry = dispatch._current(owner)
         if entry is not None and entry.attempt.owner != owner and entry.attempt.decode:
             worker = entry.attempt.decode
-        return on_terminal(dispatch, worker, owner, outcome, now)
+        return on_terminal(dispatch, worker, owner, outcome, epoch, now)
 
     Dispatch._current = current  # type: ignore[method-assign]
     Dispatch.on_tokens = take_tokens  # type: ignore[method-assign]

@@ -37,10 +37,12 @@ class TokensSampled:
 
 @dataclass(frozen=True, slots=True)
 class AttemptEnded:
-    """The end of an owner's work at this worker. None: a prefill whose KV was handed over."""
+    """The end of an owner's work at this worker. None: a prefill whose KV was handed over. `epoch`: of the ticket that
+    a prefill was given; 0: it is decode's end."""
 
     owner: Owner
     outcome: Finish | PdserveError | None
+    epoch: int = 0
 
 
 Report: TypeAlias = TicketIssued | PrefillsLocally | TokensSampled | AttemptEnded

@@ -71,10 +71,10 @@ class PrefillRole:
         """Queue the prompt (and the output accepted by earlier attempts) for computation."""
         if len(self._sends) >= self._max_queued:
             full = ResourceExhausted(f"{len(self._sends)} prompts are queued, the most this worker takes")
-            return [AttemptEnded(owner, full)]
+            return [AttemptEnded(owner, full, ticket.epoch)]
         if owner in self._sends:
             again = TransferError(f"an earlier epoch of {owner} has not ended at this worker")
-            return [AttemptEnded(owner, again)]
+            return [AttemptEnded(owner, again, ticket.epoch)]
         sequence = Sequence(
             owner,
             prompt_ids,
@@ -101,8 +101,8 @@ class PrefillRole:
         return [SubmitSequence(self._sends[owner].sequence)]
 
     def send_refused(self, owner: Owner, error: PdserveError) -> list[PrefillAction]:
-        del self._sends[owner]
-        return [AttemptEnded(owner, error)]
+        send = self._sends.pop(owner)
+        return [AttemptEnded(owner, error, send.ticket.epoch)]
 
     def send_ended(self, owner: Owner, epoch: int, error: PdserveError | None) -> list[PrefillAction]:
         """The link touches the sequence's blocks no more. What an earlier epoch's transfer still tells is late."""
@@ -132,7 +132,7 @@ class PrefillRole:
     def _end(self, send: KVSend, event: Ended) -> list[PrefillAction]:
         del self._sends[event.owner]
         error = event.outcome if isinstance(event.outcome, PdserveError) else send.error
-        ended = AttemptEnded(event.owner, error)
+        ended = AttemptEnded(event.owner, error, send.ticket.epoch)
         if error is None:
             return [ended]
         _log.info("prefill ended early", owner=event.owner, error=error)

@@ -191,8 +191,8 @@ class Control:
     def tokens(self, worker: str, owner: Owner, first_position: int, tokens: tuple[SampledToken, ...]) -> None:
         self._perform(self.dispatch.on_tokens(worker, owner, first_position, tokens, self._clock.now()))
 
-    def terminal(self, worker: str, owner: Owner, outcome: Finish | PdserveError | None) -> None:
-        self._perform(self.dispatch.on_terminal(worker, owner, outcome, self._clock.now()))
+    def terminal(self, worker: str, owner: Owner, outcome: Finish | PdserveError | None, epoch: int) -> None:
+        self._perform(self.dispatch.on_terminal(worker, owner, outcome, epoch, self._clock.now()))
 
     def _lose(self, incarnation: str, reason: str, crashed: bool = True) -> None:
         """A worker is no member any more: break its session, make its attempts anew."""

@@ -170,8 +170,11 @@ class Dispatch:
             return [accept]
         return [*self._tell(entry), accept, *self._place_waiting(now)]  # others may recover now
 
-    def on_terminal(self, worker: str, owner: Owner, outcome: Finish | PdserveError | None, now: float) -> list[Action]:
-        """A worker's work for an owner has ended. None: a prefill that was delivered."""
+    def on_terminal(
+        self, worker: str, owner: Owner, outcome: Finish | PdserveError | None, epoch: int, now: float
+    ) -> list[Action]:
+        """A worker's work for an owner has ended. None: a prefill that was delivered. `epoch`: of the ticket that a
+        prefill was given, whose late end says nothing of the next one at the same worker; 0: it is decode's end."""
         entry = self._current(owner)
         if entry is None or entry.attempt is None:
             return []
@@ -181,13 +184,13 @@ class Dispatch:
             self._full_until[worker] = now + _FULL_PAUSE_S
         elif worker in self._full_until:  # it has room for one more now
             self._full_until[worker] = now
-        if worker == entry.attempt.decode:
+        if epoch == 0 and worker == entry.attempt.decode:
             entry.attempt.decode = None
             if isinstance(outcome, PdserveError):
                 self._note_failure(worker, outcome, now)
                 return [*self._fail_attempt(entry, outcome, worker, now), *self._place_waiting(now)]
             return [*self._end(entry, outcome), *self._place_waiting(now)] if outcome else []
-        if worker == entry.attempt.prefill:
+        if epoch == entry.attempt.epoch and worker == entry.attempt.prefill:
             entry.attempt.prefill = None
             if isinstance(outcome, PdserveError):
                 self._note_failure(worker, outcome, now)

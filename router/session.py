@@ -47,7 +47,7 @@ class SessionEvents(Protocol):
 
     def tokens(self, worker: str, owner: Owner, first_position: int, tokens: tuple[SampledToken, ...]) -> None: ...
 
-    def terminal(self, worker: str, owner: Owner, outcome: Finish | PdserveError | None) -> None: ...
+    def terminal(self, worker: str, owner: Owner, outcome: Finish | PdserveError | None, epoch: int) -> None: ...
 
 
 class StreamEnd(Enum):
@@ -194,7 +194,8 @@ class WorkerSession:
                 events.local_prefill(worker, owner, message.local_prefill.reason)
             case "terminal":
                 owner = convert.owner_from_proto(message.terminal.owner)
-                events.terminal(worker, owner, convert.terminal_from_proto(message.terminal))
+                outcome = convert.terminal_from_proto(message.terminal)
+                events.terminal(worker, owner, outcome, message.terminal.epoch)
             case unexpected:
                 raise ProtocolError(f"unexpected message {unexpected} from {worker}")
 

@@ -183,14 +183,15 @@ class Control:
 
     def _start_prefill(self, start: pb.StartPrefill) -> None:
         owner, prompt_ids, output_ids, params = sequence_of(start.sequence)
-        if not self._held_elsewhere(owner, self._decode):
-            ticket = convert.ticket_from_proto(start.ticket)
+        ticket = convert.ticket_from_proto(start.ticket)
+        if not self._held_elsewhere(owner, self._decode, ticket.epoch):
             self._perform(self._prefill.start(owner, prompt_ids, output_ids, params, ticket))
 
-    def _held_elsewhere(self, owner: Owner, role: PrefillRole | DecodeRole) -> bool:
+    def _held_elsewhere(self, owner: Owner, role: PrefillRole | DecodeRole, epoch: int = 0) -> bool:
         """The engine knows a sequence by its owner: one worker cannot be both ends of an attempt."""
         if owner in role:
-            self._perform([AttemptEnded(owner, InternalError(f"{owner} is in this worker's other role already"))])
+            held = InternalError(f"{owner} is in this worker's other role already")
+            self._perform([AttemptEnded(owner, held, epoch)])
         return owner in role
 
     def _abort(self, owner: Owner) -> None:

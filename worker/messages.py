@@ -33,7 +33,7 @@ def message_of(report: TicketIssued | PrefillsLocally | AttemptEnded) -> pb.Work
             local = pb.LocalPrefill(owner=convert.owner_to_proto(report.owner), reason=report.reason)
             return pb.WorkerMessage(local_prefill=local)
         case AttemptEnded():
-            return pb.WorkerMessage(terminal=convert.terminal_to_proto(report.owner, report.outcome))
+            return pb.WorkerMessage(terminal=convert.terminal_to_proto(report.owner, report.outcome, report.epoch))
 
 
 def sequence_of(message: pb.Sequence) -> tuple[Owner, list[int], list[int], SamplingParams]:

@@ -274,15 +274,17 @@ class Token(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[_inference_pb2.TopLogprob, _Mapping]]] = ...) -> None: ...
 
 class Terminal(_message.Message):
-    __slots__ = ("owner", "finish_reason", "stop_token_id", "error_code", "error_message")
+    __slots__ = ("owner", "finish_reason", "stop_token_id", "error_code", "error_message", "epoch")
     OWNER_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     ERROR_CODE_FIELD_NUMBER: _ClassVar[int]
     ERROR_MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     owner: Owner
     finish_reason: str
     stop_token_id: int
     error_code: str
     error_message: str
-    def __init__(self, owner: _Optional[_Union[Owner, _Mapping]] = ..., finish_reason: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., error_code: _Optional[str] = ..., error_message: _Optional[str] = ...) -> None: ...
+    epoch: int
+    def __init__(self, owner: _Optional[_Union[Owner, _Mapping]] = ..., finish_reason: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., error_code: _Optional[str] = ..., error_message: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...

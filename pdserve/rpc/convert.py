@@ -150,8 +150,8 @@ def token_from_proto(message: pb.Token) -> types.SampledToken:
     return types.SampledToken(message.token_id, logprob, tuple((t.token_id, t.logprob) for t in message.top))
 
 
-def terminal_to_proto(owner: types.Owner, outcome: types.Finish | PdserveError | None) -> pb.Terminal:
-    message = pb.Terminal(owner=owner_to_proto(owner))
+def terminal_to_proto(owner: types.Owner, outcome: types.Finish | PdserveError | None, epoch: int = 0) -> pb.Terminal:
+    message = pb.Terminal(owner=owner_to_proto(owner), epoch=epoch)
     if isinstance(outcome, PdserveError):
         message.error_code, message.error_message = outcome.code, str(outcome)
     elif outcome is not None:

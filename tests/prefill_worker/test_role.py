@@ -64,14 +64,14 @@ def test_the_first_token_is_committed_and_the_lease_outlives_the_computation(rol
     assert role.on_engine(Tokens(OWNER, len(OUTPUT), TOKENS)) == [CommitSend(TICKET.transfer_id, TOKENS)]
     assert role.owners == [OWNER]
     assert role.send_ended(OWNER, TICKET.epoch, None) == [UnpinSequence(OWNER)]
-    assert role.on_engine(Ended(OWNER, None)) == [AttemptEnded(OWNER, None)]
+    assert role.on_engine(Ended(OWNER, None)) == [AttemptEnded(OWNER, None, TICKET.epoch)]
     assert role.owners == []
 
 
 def test_a_link_that_takes_no_more_ends_the_attempt_before_the_engine_hears_of_it(role: PrefillRole) -> None:
     role.start(OWNER, PROMPT, OUTPUT, PARAMS, TICKET)
     refused = Unavailable("the KV link is not running")
-    assert role.send_refused(OWNER, refused) == [AttemptEnded(OWNER, refused)]
+    assert role.send_refused(OWNER, refused) == [AttemptEnded(OWNER, refused, TICKET.epoch)]
     assert OWNER not in role
 
 
@@ -80,14 +80,14 @@ def test_a_failed_transfer_ends_the_sequence_and_is_the_reason_that_is_told(role
     start(role)
     assert role.send_ended(OWNER, TICKET.epoch, SILENT) == [AbortSequence(OWNER, SILENT), UnpinSequence(OWNER)]
     actions = role.on_engine(Ended(OWNER, SILENT))
-    assert actions == [AbortSend(TICKET.transfer_id, SILENT), AttemptEnded(OWNER, SILENT)]
+    assert actions == [AbortSend(TICKET.transfer_id, SILENT), AttemptEnded(OWNER, SILENT, TICKET.epoch)]
 
 
 def test_a_transfer_that_fails_after_the_computation_is_no_success(role: PrefillRole) -> None:
     start(role)
     role.on_engine(Tokens(OWNER, 0, TOKENS))
     role.send_ended(OWNER, TICKET.epoch, SILENT)
-    assert role.on_engine(Ended(OWNER, None))[-1] == AttemptEnded(OWNER, SILENT)
+    assert role.on_engine(Ended(OWNER, None))[-1] == AttemptEnded(OWNER, SILENT, TICKET.epoch)
 
 
 def test_an_abort_reaches_engine_and_link_whatever_the_state(role: PrefillRole) -> None:
@@ -110,7 +110,7 @@ def test_a_prompt_that_never_ran_takes_its_queued_sender_with_it(role: PrefillRo
     start(role)
     misfit = InvalidArgument("prompt", "has 9 tokens")
     actions = role.on_engine(Ended(OWNER, misfit))
-    assert actions == [AbortSend(TICKET.transfer_id, misfit), AttemptEnded(OWNER, misfit)]
+    assert actions == [AbortSend(TICKET.transfer_id, misfit), AttemptEnded(OWNER, misfit, TICKET.epoch)]
 
 
 def test_no_more_prompts_than_the_queue_takes(role: PrefillRole) -> None:
@@ -128,6 +128,7 @@ def test_a_later_epoch_is_refused_while_the_earlier_one_has_not_ended(role: Pref
     (refused,) = role.start(OWNER, PROMPT, OUTPUT, PARAMS, second)
     assert isinstance(refused, AttemptEnded)
     assert isinstance(refused.outcome, TransferError)
+    assert refused.epoch == 2
     assert role.owners == [OWNER]
 
 

@@ -103,7 +103,11 @@ class World:
         return self.without_states(self.dispatch.on_tokens(start.worker, start.owner, position, sampled, 0.0))
 
     def terminal(self, start, outcome, worker=None):
-        return self.dispatch.on_terminal(worker or start.worker, start.owner, outcome, 0.0)
+        """Of the decode worker, or of a prefill worker and the ticket it was given last."""
+        worker = worker or start.worker
+        entry = self.dispatch._requests.get((start.owner.request_id, start.owner.output))
+        epoch = entry.attempt.epoch if worker.startswith("p") and entry and entry.attempt.prefill == worker else 0
+        return self.dispatch.on_terminal(worker, start.owner, outcome, epoch, 0.0)
 
 
 LENGTH = Finish(FinishReason.LENGTH)
@@ -149,7 +153,7 @@ def test_a_request_id_that_comes_again_gets_another_owner():
     world.dispatch.cancel("r")
     again = world.prefilling()
     assert again.owner != first.owner, "a late word or a late abort of the first would hit the second"
-    assert world.dispatch.on_terminal("d1", first.owner, Cancelled("the first was aborted"), 0.0) == []
+    assert world.dispatch.on_terminal("d1", first.owner, Cancelled("the first was aborted"), 0, 0.0) == []
 
 
 def test_another_worker_cannot_speak_for_the_attempt():
@@ -226,6 +230,17 @@ def test_a_decode_worker_that_does_not_answer_the_loss_of_its_sender_fails_the_a
     world.lose("p0")
     abort, _, again = world.dispatch.tick(1.0)
     assert (abort.worker, again.worker) == ("d0", "d1")
+
+
+def test_the_late_end_of_an_earlier_epoch_hides_no_crash_of_the_same_worker():
+    world = World("p0", "d0", "d1")
+    start = world.prefilling()
+    world.dispatch.on_ticket("d0", start.owner, replace(TICKET, epoch=2), 0.0)
+    failed = InternalError("a step failed")
+    assert world.dispatch.on_terminal("p0", start.owner, failed, TICKET.epoch, 0.0) == []
+    world.states.clear()
+    assert GiveUpSender in [type(action) for action in world.lose("p0")]
+    assert [state.crashes for state in world.states] == [1]
 
 
 def test_a_prefill_error_that_no_other_worker_would_cure_ends_the_request():
@@ -440,11 +455,11 @@ def test_a_request_that_every_worker_refuses_waits_for_room_and_ends_when_none_c
     world = World("d0", config=replace(CONFIG, max_attempts=1))
     (start,) = world.submit()
     for now in (0.0, 0.3, 0.6, 1.6):
-        (retry,) = world.dispatch.on_terminal("d0", start.owner, FULL, now)
+        (retry,) = world.dispatch.on_terminal("d0", start.owner, FULL, 0, now)
         assert isinstance(retry, Retry)
         assert world.dispatch.tick(now + 0.2) == []
         (start,) = world.dispatch.tick(now + 0.25)
-    world.dispatch.on_terminal("d0", start.owner, FULL, 1.9)
+    world.dispatch.on_terminal("d0", start.owner, FULL, 0, 1.9)
     assert world.dispatch.tick(1.99) == []
     (end,) = world.dispatch.tick(2.0)
     assert isinstance(end.outcome, ResourceExhausted)
@@ -459,7 +474,7 @@ def test_a_stream_whose_worker_is_lost_waits_for_as_long_as_the_others_are_full(
     _, again = world.lose("d0")
     now = 0.0
     while now < 60.0:
-        (retry,) = world.dispatch.on_terminal("d1", again.owner, FULL, now)
+        (retry,) = world.dispatch.on_terminal("d1", again.owner, FULL, 0, now)
         assert isinstance(retry, Retry)
         now += 0.25
         (again,) = world.dispatch.tick(now)

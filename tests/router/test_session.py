@@ -51,8 +51,8 @@ class Bed:
     def tokens(self, worker: str, owner: Owner, first_position: int, tokens: tuple[SampledToken, ...]) -> None:
         self.told.append(("tokens", worker, owner, first_position, tokens))
 
-    def terminal(self, worker: str, owner: Owner, outcome: Finish | PdserveError | None) -> None:
-        self.told.append(("terminal", worker, owner, outcome))
+    def terminal(self, worker: str, owner: Owner, outcome: Finish | PdserveError | None, epoch: int) -> None:
+        self.told.append(("terminal", worker, owner, outcome, epoch))
 
     def sent(self) -> list[str]:
         """What the stream takes now."""
@@ -120,10 +120,10 @@ def test_what_a_worker_reports_reaches_the_router_as_values(bed: Bed) -> None:
         owner=convert.owner_to_proto(OWNER), first_position=3, tokens=[convert.token_to_proto(token)]
     )
     bed.session.on_message(pb.WorkerMessage(tokens=pb.Tokens(batch=[batch])))
-    bed.session.on_message(pb.WorkerMessage(terminal=convert.terminal_to_proto(OWNER, None)))
+    bed.session.on_message(pb.WorkerMessage(terminal=convert.terminal_to_proto(OWNER, None, 3)))
     assert bed.told[1:] == [
         ("tokens", INFO.incarnation, OWNER, 3, (token,)),
-        ("terminal", INFO.incarnation, OWNER, None),
+        ("terminal", INFO.incarnation, OWNER, None, 3),
     ]
 
 
