@@ -19,8 +19,11 @@ def main() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     from deploy.cli import main as command
 
-    signal.signal(signal.SIGINT, before)
-    command()
+    try:
+        signal.signal(signal.SIGINT, before)
+        command()
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,10 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import psutil
 import typer
@@ -38,7 +39,9 @@ from pdserve.client.channel import address_list
 from pdserve.config import TRANSFER_MODES, Config, load_config
 from pdserve.errors import ConfigError, DeadlineExceeded, InvalidArgument, PdserveError, Unavailable
 from pdserve.rpc.inference_pb2 import ServerInfo
-from worker.spec import UnderTest
+
+if TYPE_CHECKING:  # the commands of a client do without
+    from worker.spec import UnderTest
 
 app = typer.Typer(
     help="Serve large language models with prefill and decode on separate workers.",
@@ -64,13 +67,14 @@ def main() -> None:
     """Entry point: runs the command and turns errors into one line and an exit code."""
     streams.take_over()
     os.environ.update(child_environment())
-    code = _run()
+    code = run(sys.argv[1:])
     sys.exit(code if streams.finish() else code or 1)
 
 
-def _run() -> int:
+def run(arguments: Sequence[str]) -> int:
+    """Run a command; its exit code."""
     try:
-        app()
+        app(arguments)
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else int(done.code is not None)
     except KeyboardInterrupt:

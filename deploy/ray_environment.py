@@ -45,7 +45,12 @@ _TOKEN = secrets.token_hex(32)
 
 
 def node_environment(cluster_id: str) -> Mapping[str, str]:
-    """What the processes of a Ray node of this cluster are started with."""
+    """What another process has to be started with to join this cluster as a node of Ray's."""
+    return {**_inherited(cluster_id), "RAY_AUTH_MODE": "token"}
+
+
+def _inherited(cluster_id: str) -> Mapping[str, str]:
+    """For Ray's processes. That tokens are asked for, Ray decides itself when it starts a cluster in this process."""
     return {
         **_SETTINGS,
         **child_environment(),
@@ -65,7 +70,7 @@ def starting_ray(cluster_id: str, directory: Path) -> Iterator[None]:
         for name in before:
             if name.startswith("RAY_"):
                 del os.environ[name]
-        os.environ.update(node_environment(cluster_id))
+        os.environ.update(_inherited(cluster_id))
         os.chdir(directory)
         yield
     finally:

@@ -10,11 +10,13 @@ import torch
 
 import kernels
 from kernels.ops import SequenceRows, StepBatch
-from model.decoder import Decoder
+from model.config import ModelConfig
+from model.decoder import Decoder, kv_format_of
 from model.executor import ModelExecutor
 from model.weights import weights_digest
 from pdserve.config import EngineConfig
 from pdserve.errors import ConfigError
+from pdserve.kv_format import KVFormat
 
 _PROBE_TOKENS = 40  # more than one slab of rows and one block, so that the probe takes the paths that matter
 
@@ -39,20 +41,19 @@ def build_model(
         torch.set_num_threads(config.threads)
         ops.set_threads(config.threads)
     dtype = ops.default_dtype() if dtype_name == "auto" else getattr(torch, dtype_name)
-    decoder = Decoder.load(directory, ops, dtype)
-    executor = ModelExecutor(decoder, decoder.cache_shape(_block_count(decoder, config), config.block_tokens))
+    model = ModelConfig.from_hf(directory)
+    max_model_len = _max_model_len(model, config)
+    block_count = _block_count(kv_format_of(model, dtype), config)
+    served = min(max_model_len, block_count * config.block_tokens)  # a checkpoint may allow millions
+    decoder = Decoder.load(directory, ops, dtype, max(served, _PROBE_TOKENS))
+    executor = ModelExecutor(decoder, decoder.cache_shape(block_count, config.block_tokens))
     weights = weights_digest(directory)
-    return BuiltModel(
-        executor=executor,
-        fingerprint=_fingerprint(decoder, weights),
-        weights=weights,
-        max_model_len=_max_model_len(decoder, config),
-    )
+    return BuiltModel(executor, _fingerprint(decoder, weights), weights, max_model_len)
 
 
-def _block_count(decoder: Decoder, config: EngineConfig) -> int:
+def _block_count(kv_format: KVFormat, config: EngineConfig) -> int:
     """How many blocks the memory for KV holds."""
-    block_bytes = config.block_tokens * decoder.kv_format.token_bytes
+    block_bytes = config.block_tokens * kv_format.token_bytes
     block_count = config.kv_cache_mb * 2**20 // block_bytes
     if block_count < 2:
         raise ConfigError(
@@ -62,11 +63,12 @@ def _block_count(decoder: Decoder, config: EngineConfig) -> int:
     return block_count
 
 
-def _max_model_len(decoder: Decoder, config: EngineConfig) -> int:
-    longest = decoder.config.max_position
-    if config.max_model_len > longest:
-        raise ConfigError(f"engine.max_model_len = {config.max_model_len}: the model was trained for {longest}")
-    return config.max_model_len or longest
+def _max_model_len(model: ModelConfig, config: EngineConfig) -> int:
+    if config.max_model_len > model.max_position:
+        raise ConfigError(
+            f"engine.max_model_len = {config.max_model_len}: the model was trained for {model.max_position}"
+        )
+    return config.max_model_len or model.max_position
 
 
 def _fingerprint(decoder: Decoder, weights: str) -> str:

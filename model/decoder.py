@@ -16,6 +16,7 @@ import torch
 from kernels.ops import AfterLayer, CacheShape, DecoderParameters, Kernels, LayerParameters, StepBatch, item_of
 from model.config import ModelConfig
 from model.parameters import load_parameters
+from pdserve.errors import InternalError
 from pdserve.kv_format import KVFormat
 
 
@@ -23,7 +24,7 @@ class Decoder:
     """Parameters and the pass over them.
 
     `config`: the checkpoint's shape. `dtype`: of weights and of K and V. `max_position`: positions [0, max_position)
-    can be computed.
+    can be computed; the checkpoint may allow more.
     """
 
     def __init__(
@@ -32,15 +33,17 @@ class Decoder:
         self.config = config
         self.kernels = kernels
         self.dtype = dtype
-        self.max_position = config.max_position
+        self.max_position = len(parameters.cos)
         self._parameters = parameters
         self._fused = kernels.fuse(parameters)
 
     @classmethod
-    def load(cls, directory: Path, kernels: Kernels, dtype: torch.dtype) -> Decoder:
-        """Load a Hugging Face directory, converting its weights to `dtype`. Raises ConfigError."""
+    def load(cls, directory: Path, kernels: Kernels, dtype: torch.dtype, max_position: int | None = None) -> Decoder:
+        """Load a Hugging Face directory, converting its weights to `dtype`. `max_position`: no more positions than that
+        will be computed; None: all that the checkpoint allows. Raises ConfigError."""
         config = ModelConfig.from_hf(directory)
-        return cls(config, load_parameters(directory, config, kernels, dtype), kernels, dtype)
+        positions = min(config.max_position, max_position or config.max_position)
+        return cls(config, load_parameters(directory, config, kernels, dtype, positions), kernels, dtype)
 
     @property
     def weight_bytes(self) -> int:
@@ -51,8 +54,7 @@ class Decoder:
     @property
     def kv_format(self) -> KVFormat:
         """What its keys and values look like in a cache and on the wire."""
-        config = self.config
-        return KVFormat(config.layer_count, config.kv_heads, config.head_dim, item_of(self.dtype))
+        return kv_format_of(self.config, self.dtype)
 
     def cache_shape(self, block_count: int, block_tokens: int) -> CacheShape:
         """The shape of a KV cache for this decoder."""
@@ -70,6 +72,9 @@ class Decoder:
         self, batch: StepBatch, cache: Any, after_layer: AfterLayer | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `forward`, and whether each row of logits is finite, bool [L]. One that is not harms no other row."""
+        longest = max((rows.start + rows.count for rows in batch.sequences), default=0)
+        if longest > self.max_position:  # there are no angles for it
+            raise InternalError(f"the step has position {longest - 1}: {self.max_position} can be computed")
         if self._fused is not None:
             return self._fused(batch, cache, after_layer)
         logits = self.forward_by_operations(batch, cache, after_layer)
@@ -107,3 +112,8 @@ class Decoder:
         q = kernels.rotary(q, positions, parameters.cos, parameters.sin)
         k = kernels.rotary(k, positions, parameters.cos, parameters.sin)
         return q, k, v
+
+
+def kv_format_of(config: ModelConfig, dtype: torch.dtype) -> KVFormat:
+    """What a model's keys and values of `dtype` look like in a cache and on the wire."""
+    return KVFormat(config.layer_count, config.kv_heads, config.head_dim, item_of(dtype))

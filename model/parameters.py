@@ -25,15 +25,18 @@ _HEAD = "lm_head"
 _RECOMPUTED_SUFFIX = ".rotary_emb.inv_freq"  # old checkpoints carry these buffers
 
 
-def load_parameters(directory: Path, config: ModelConfig, kernels: Kernels, dtype: torch.dtype) -> DecoderParameters:
-    """Read all tensors of a checkpoint; matrices become `dtype`, norms and biases float32.
+def load_parameters(
+    directory: Path, config: ModelConfig, kernels: Kernels, dtype: torch.dtype, max_position: int
+) -> DecoderParameters:
+    """Read all tensors of a checkpoint; matrices become `dtype`, norms and biases float32. There are angles for
+    positions [0, max_position).
 
     Raises ConfigError for a tensor that is missing, left over, or of another shape than the config says.
     """
     assembly = _Assembly(directory, config, kernels, dtype)
     for name, tensor in iterate_weights(directory):
         assembly.add(name, tensor)
-    return assembly.finish()
+    return assembly.finish(max_position)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +78,12 @@ class _Assembly:
         if key is not None and not self._linears[key].shapes().keys() - self._held.keys():
             self._pack(key)
 
-    def finish(self) -> DecoderParameters:
+    def finish(self, max_position: int) -> DecoderParameters:
         if self._awaited:
             missing = sorted(self._awaited)
             raise ConfigError(f"{self._directory}: {len(missing)} tensors are missing, the first is {missing[0]}")
         config, embedding = self._config, self._held[_EMBEDDING]
-        cos, sin = rotary_tables(config.rope, config.head_dim, config.max_position)
+        cos, sin = rotary_tables(config.rope, config.head_dim, max_position)
         return DecoderParameters(
             heads=config.heads,
             kv_heads=config.kv_heads,

@@ -1,7 +1,8 @@
 """A whole cluster in one thread, under a virtual clock, with a seed for everything that chance decides.
 
-The product's own code runs: attempt loop, membership, policies, sessions' messages, engine, scheduler, block pool, both
-services, link, sender, receiver, ladder. Only sockets, threads, time and tensors are others. A seed is a whole run.
+The product's own code runs: the router's control with attempt loop, membership and policies; the worker's with both
+roles; both ends of a session; engine, scheduler, block pool, link, sender, receiver. Only sockets, threads, time and
+tensors are others. A seed is a whole run.
 """
 
 from simulation.runner import Outcome, Report, run, simulate

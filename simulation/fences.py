@@ -116,7 +116,7 @@ def watch_control(control: Control, threads: WorkerThreads, worker: str, counts:
             if isinstance(action, AttemptEnded):
                 attempts.end(action.owner)
             elif isinstance(action, PrefillsLocally):
-                counts["preempted import" if action.reason == "preempted" else "local prefill"] += 1
+                counts["preempted delivery" if action.reason == "preempted" else "local prefill"] += 1
         perform(actions)
 
     _replace(control, "_perform", performed)

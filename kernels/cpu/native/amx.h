@@ -22,6 +22,8 @@ static inline void tile_loadd(int tile, const void *from, int64_t stride)
         memcpy(emulated_tiles[tile].rows[row], (const char *)from + row * stride, 64);
 }
 
+#define tile_stream_loadd tile_loadd
+
 static inline void tile_stored(int tile, void *to, int64_t stride)
 {
     for (int row = 0; row < 16; row++)
@@ -70,6 +72,8 @@ static void amx_end(void) {}
 
 #define tile_zero(tile) _tile_zero(tile)
 #define tile_loadd(tile, from, stride) _tile_loadd(tile, from, stride)
+/* What passes once: it does not push out of the nearest cache what is wanted again. */
+#define tile_stream_loadd(tile, from, stride) _tile_stream_loadd(tile, from, stride)
 #define tile_stored(tile, to, stride) _tile_stored(tile, to, stride)
 #define tile_dpbf16ps(sums, left, right) _tile_dpbf16ps(sums, left, right)
 

@@ -8,6 +8,8 @@
  *   K_STEP         what the product's k must be a multiple of
  *   STORE_QUERY    rounds a row of q into an operand
  *   STORE_WEIGHTS  (vf[PART_VECTORS], void *) writes 16 softmax weights into an operand
+ *   STORE_WEIGHT_PAIR   if at all: the same for 32 at once
+ *   SCORE          if at all: (see amx_scores.h) all scores of some rows at once; false where it cannot
  *   WIDE_PRODUCT   if at all: a product with the same bits on panels that `widen` made float32. Tiles of many rows take it
  *
  * A sequence's tokens are reduced in segments of SEGMENT_TOKENS from position 0. A segment has a maximum, a sum and a
@@ -53,8 +55,12 @@ INLINE float ATTEND(weigh)(const float *scores, int64_t valid, int64_t padded, f
         vf_exp2_falling(2 * PART_VECTORS, weight);
         for (int v = 0; v < 2 * PART_VECTORS; v++)
             sum[v % PART_VECTORS] += weight[v];
+#ifdef STORE_WEIGHT_PAIR
+        STORE_WEIGHT_PAIR(weight, weights + token * OPERAND_BYTES);
+#else
         STORE_WEIGHTS(weight, weights + token * OPERAND_BYTES);
         STORE_WEIGHTS(weight + PART_VECTORS, weights + (token + PARTS) * OPERAND_BYTES);
+#endif
     }
     for (; token < padded; token += PARTS) {
         for (int v = 0; v < PART_VECTORS; v++)
@@ -230,6 +236,10 @@ static void ATTEND(score)(const struct ATTEND(segment) *segment, int64_t head_di
         ATTEND(project)(true, query, key_dim, rows, &panels, scores, SCORE_STRIDE);
         return;
     }
+#ifdef SCORE
+    if (SCORE(query, key_dim, rows, segment->keys, panel_bytes, panel_count, scores, SCORE_STRIDE))
+        return;
+#endif
     for (int64_t panel = 0; panel < panel_count; panel += 2) {
         const struct panels panels = {&segment->keys[panel / 2], key_dim, key_dim, panel_bytes,
                                       min_of(2, panel_count - panel), NULL};

@@ -56,25 +56,6 @@ int64_t pdk_cache_bytes(const struct pdk_cache *cache)
     return cache_tile(&empty, cache->layer_count, 0, 0) - (char *)NULL;
 }
 
-void write_slot(const struct pdk_cache *cache, int64_t layer, int64_t slot, int64_t kv_head, const float *k,
-                const float *v)
-{
-    const struct slot_tiles to = tiles_of(cache, layer, slot, kv_head);
-    if (cache->dtype == PDK_BFLOAT16) {
-        uint16_t *keys = (uint16_t *)to.key, *values = (uint16_t *)to.value;
-        for (int64_t d = 0; d < cache->head_dim; d++) {
-            keys[key_place(cache, to.lane, d)] = bfloat16_of(k[d]);
-            values[value_place(cache, to.lane, d)] = bfloat16_of(v[d]);
-        }
-        return;
-    }
-    float *keys = (float *)to.key, *values = (float *)to.value;
-    for (int64_t d = 0; d < cache->head_dim; d++) {
-        keys[key_place(cache, to.lane, d)] = k[d];
-        values[value_place(cache, to.lane, d)] = v[d];
-    }
-}
-
 /* Between bfloat16 rows in canonical order and a slot of a bfloat16 cache, which is what transfers do all day: the places
  * are key_place's and value_place's, reached by steps. K lies in pairs, a line apart; V in every second element of a line. */
 static void store_rows(const struct pdk_cache *cache, struct slot_tiles to, const uint16_t *k, const uint16_t *v)
@@ -109,6 +90,26 @@ static void load_rows(const struct pdk_cache *cache, struct slot_tiles from, uin
             v[d + i] = value[2 * i];
     for (int64_t i = 0; d + i < size; i++)
         v[d + i] = value[2 * i];
+}
+
+void write_slot(const struct pdk_cache *cache, int64_t layer, int64_t slot, int64_t kv_head, const float *k,
+                const float *v)
+{
+    const struct slot_tiles to = tiles_of(cache, layer, slot, kv_head);
+    if (cache->dtype == PDK_BFLOAT16) {
+        uint16_t keys[cache->head_dim], values[cache->head_dim];
+        for (int64_t d = 0; d < cache->head_dim; d++) {
+            keys[d] = bfloat16_of(k[d]);
+            values[d] = bfloat16_of(v[d]);
+        }
+        store_rows(cache, to, keys, values);
+        return;
+    }
+    float *keys = (float *)to.key, *values = (float *)to.value;
+    for (int64_t d = 0; d < cache->head_dim; d++) {
+        keys[key_place(cache, to.lane, d)] = k[d];
+        values[value_place(cache, to.lane, d)] = v[d];
+    }
 }
 
 /* As write_slot, of bfloat16 rows. */

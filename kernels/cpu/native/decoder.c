@@ -87,10 +87,10 @@ static void pass_free(struct pass *pass)
 /* Memory for rows of an operand; what pads them is zero. */
 static char *make_operand(const struct pass *pass, size_t rows, int64_t size)
 {
-    const int64_t bytes = pass->products->operand_bytes, stride = operand_size(size);
+    const int64_t bytes = pass->products->operand_bytes, stride = operand_stride(size), padding = product_k(size) - size;
     char *operand = room(rows * (size_t)(stride * bytes));
-    for (size_t row = 0; operand && stride > size && row < rows; row++)
-        memset(operand + ((int64_t)row * stride + size) * bytes, 0, (size_t)((stride - size) * bytes));
+    for (size_t row = 0; operand && padding && row < rows; row++)
+        memset(operand + ((int64_t)row * stride + size) * bytes, 0, (size_t)(padding * bytes));
     return operand;
 }
 
@@ -157,7 +157,7 @@ static void embed(struct pass *pass)
 static void norm_row(const struct pass *pass, int64_t thread, int64_t from, int64_t to, const float *weight,
                      char *operand)
 {
-    const int64_t size = pass->decoder->hidden_size, bytes = operand_size(size) * pass->products->operand_bytes;
+    const int64_t size = pass->decoder->hidden_size, bytes = operand_stride(size) * pass->products->operand_bytes;
     float *normed = normed_of(pass, thread);
     pass->path->rms_norm(pass->x + from * size, size, weight, (float)pass->decoder->rms_norm_eps, normed);
     take_operand(pass->products, normed, 1, size, operand + to * bytes);
@@ -280,7 +280,7 @@ static void announce(void *argument, int64_t thread, struct piece *piece)
 static void gate_piece(void *argument, int64_t thread, struct piece *piece)
 {
     const struct pass *pass = argument;
-    const int64_t size = pass->decoder->intermediate_size, bytes = operand_size(size) * pass->products->operand_bytes;
+    const int64_t size = pass->decoder->intermediate_size, bytes = operand_stride(size) * pass->products->operand_bytes;
     int64_t first, end;
     (void)thread;
     share_of(pass->batch->row_count, piece->index, piece->count, &first, &end);
@@ -298,7 +298,7 @@ static void gate_up(struct pass *pass, struct pool_member *self, const struct pd
         linear(pass, self, &layer->gate_up, STORE, operand, rows, pass->gate_up, 2 * size);
         pool_phase(self, pieces_for(rows, pass->threads), gate_piece, pass);
     } else {
-        linear(pass, self, &layer->gate_up, GATE, operand, rows, pass->gated, operand_size(size));
+        linear(pass, self, &layer->gate_up, GATE, operand, rows, pass->gated, operand_stride(size));
     }
 }
 
@@ -377,7 +377,7 @@ static void set_attention(struct pass *pass)
         .q_stride = pass->qkv_size,
         .out_is_operand = true,
         .out = pass->attended,
-        .out_stride = operand_size(decoder->heads * decoder->head_dim),
+        .out_stride = operand_stride(decoder->heads * decoder->head_dim),
         .scratch = pass->scratch,
     };
 }
@@ -398,7 +398,7 @@ int pdk_forward(const struct pdk_path *path, struct pdk_pool *pool, const struct
         .logits = logits,
         .finite = finite,
         .qkv_size = (decoder->heads + 2 * decoder->kv_heads) * decoder->head_dim,
-        .widest = operand_size(max_of(decoder->hidden_size, decoder->head_dim)),
+        .widest = operand_stride(max_of(decoder->hidden_size, decoder->head_dim)),
     };
     int outcome = OUTCOME_NO_MEMORY;
     if (make_buffers(&pass) && make_scratch(&pass)) {

@@ -15,8 +15,10 @@ enum {
     BLOCKED_ROWS = 6, /* fewer have a small operand and wait for panels, which stream in one go */
 };
 
+_Static_assert(ROW_BLOCK <= LINEAR_BLOCK_ROWS && GROUP == 2, "a block's sums have room, and linear_block its panels");
+
 enum {
-    SUM_FLOATS = (ROW_BLOCK + ROW_PAD) * GROUP * PANEL,
+    SUM_FLOATS = (LINEAR_BLOCK_ROWS + ROW_PAD) * GROUP * PANEL,
     KEPT_FLOATS = K_BLOCK * PANEL,
     PIECE_BYTES = 96 * 1024, /* of weights: some microseconds. Of many rows fewer bytes take as long */
 };
@@ -44,12 +46,12 @@ int64_t linear_scratch_bytes(const struct pdk_linear *linear, int64_t rows, int6
 
 void take_operand(const struct products *products, const float *x, int64_t rows, int64_t size, void *operand)
 {
-    const int64_t padding = operand_size(size) - size;
+    const int64_t padding = product_k(size) - size;
     char *to = operand;
     for (int64_t row = 0; row < rows; row++) {
         products->store_operand(x + row * size, size, to);
         memset(to + size * products->operand_bytes, 0, (size_t)(padding * products->operand_bytes));
-        to += operand_size(size) * products->operand_bytes;
+        to += operand_stride(size) * products->operand_bytes;
     }
 }
 
@@ -61,20 +63,20 @@ static void sum_products(const struct linear_job *job, int64_t first_row, int64_
     const struct pdk_linear *linear = job->linear;
     const struct products *products = &job->path->products[linear->dtype];
     const uint8_t *high_bytes = linear->compact ? linear->compact->high_bytes : NULL;
-    const int64_t k_size = operand_size(linear->in_features);
+    const int64_t k_size = product_k(linear->in_features), stride = operand_stride(linear->in_features);
     const int64_t blocks = rows < BLOCKED_ROWS ? 1 : (k_size + K_BLOCK - 1) / K_BLOCK;
-    const char *operand = (const char *)job->operand + first_row * k_size * products->operand_bytes;
+    const char *operand = (const char *)job->operand + first_row * stride * products->operand_bytes;
     for (int64_t block = 0; block < blocks; block++) {
         const int64_t k = k_size / K_PAD * block / blocks * K_PAD;
         const int64_t k_end = k_size / K_PAD * (block + 1) / blocks * K_PAD;
         const char *chunk = panels + bytes_of_panel(k, linear->dtype), *at = operand + k * products->operand_bytes;
         const struct panels part = {&chunk, k_end - k, k_end - k, panel_bytes, panel_count, high_bytes};
         if (products->block_product && rows >= BLOCKED_ROWS)
-            products->block_product(at, k_size, rows, &part,
+            products->block_product(at, stride, rows, &part,
                                     block + 1 < blocks ? panels + bytes_of_panel(k_end, linear->dtype) : next,
                                     sums + SUM_FLOATS, sums, GROUP * PANEL, block > 0);
         else
-            products->product(at, k_size, rows, &part, sums, GROUP * PANEL, block > 0);
+            products->product(at, stride, rows, &part, sums, GROUP * PANEL, block > 0);
     }
 }
 
@@ -86,8 +88,8 @@ static void sum_split_products(const struct linear_job *job, int64_t first_row, 
     const struct pdk_linear *linear = job->linear;
     const struct products *products = &job->path->products[linear->dtype];
     const uint8_t *high_bytes = linear->compact ? linear->compact->high_bytes : NULL;
-    const int64_t k_size = operand_size(linear->in_features);
-    const char *operand = (const char *)job->operand + first_row * k_size * products->operand_bytes;
+    const int64_t k_size = product_k(linear->in_features), stride = operand_stride(linear->in_features);
+    const char *operand = (const char *)job->operand + first_row * stride * products->operand_bytes;
     float part_sums[(ROW_BLOCK + ROW_PAD) * GROUP * PANEL];
     memset(sums, 0, (size_t)(rows * GROUP * PANEL * 4));
     for (int64_t part = 0; part < threads; part++) {
@@ -96,7 +98,7 @@ static void sum_split_products(const struct linear_job *job, int64_t first_row, 
             continue;
         const char *chunk = panels + bytes_of_panel(k, linear->dtype);
         const struct panels slice = {&chunk, k_end - k, k_end - k, panel_bytes, panel_count, high_bytes};
-        products->product(operand + k * products->operand_bytes, k_size, rows, &slice, part_sums, GROUP * PANEL, false);
+        products->product(operand + k * products->operand_bytes, stride, rows, &slice, part_sums, GROUP * PANEL, false);
         for (int64_t i = 0; i < rows * GROUP * PANEL; i++)
             sums[i] += part_sums[i];
     }
@@ -151,9 +153,9 @@ static void add_exceptions(const struct linear_job *job, int64_t panel, int64_t 
 {
     const struct products *products = &job->path->products[PDK_COMPACT];
     const struct pdk_compact *compact = job->linear->compact;
-    const int64_t k_size = operand_size(job->linear->in_features), first = compact->panel_exceptions[panel];
-    const char *operand = (const char *)job->operand + first_row * k_size * products->operand_bytes;
-    products->add_exceptions(compact->exceptions + first, compact->panel_exceptions[panel + 1] - first, operand, k_size,
+    const int64_t stride = operand_stride(job->linear->in_features), first = compact->panel_exceptions[panel];
+    const char *operand = (const char *)job->operand + first_row * stride * products->operand_bytes;
+    products->add_exceptions(compact->exceptions + first, compact->panel_exceptions[panel + 1] - first, operand, stride,
                              rows, sums, GROUP * PANEL);
 }
 
@@ -162,7 +164,7 @@ static void sum_unit(const struct linear_job *job, int64_t unit, int64_t first_r
                      float *sums)
 {
     const struct pdk_linear *linear = job->linear;
-    const int64_t bytes = bytes_of_panel(operand_size(linear->in_features), linear->dtype);
+    const int64_t bytes = bytes_of_panel(product_k(linear->in_features), linear->dtype);
     const bool gates = job->end == GATE;
     const int64_t panel = gates ? unit : unit * GROUP, all = rounded_up(linear->out_features, PANEL) / PANEL;
     const int64_t count = min_of(GROUP, all - panel), between = gates ? linear->out_features / (2 * PANEL) : 1;
@@ -186,6 +188,63 @@ static void hand_out_unit(const struct linear_job *job, int64_t unit, int64_t fi
         hand_out_gated(job, first_row, rows, unit * PANEL, sums);
     else
         hand_out(job, first_row, rows, first, min_of(GROUP * PANEL, job->linear->out_features - first), sums);
+}
+
+/* Whether the path has a way of its own for so many rows: fewer wait for memory. */
+static bool has_blocks(const struct linear_job *job)
+{
+#ifdef PDK_MUTANT_SPLIT_REDUCTION
+    (void)job;
+    return false;
+#else
+    return job->rows > FEW_ROWS && job->path->products[job->linear->dtype].linear_block;
+#endif
+}
+
+/* A unit's two panels for a block of rows; `after` is the unit that will be wanted then. */
+static void run_block(const struct linear_job *job, int64_t unit, int64_t after, int64_t row, int64_t rows, float *sums)
+{
+    const struct pdk_linear *linear = job->linear;
+    const struct products *products = &job->path->products[linear->dtype];
+    const bool gates = job->end == GATE;
+    const int64_t k = product_k(linear->in_features), stride = operand_stride(linear->in_features);
+    const int64_t bytes = bytes_of_panel(k, linear->dtype), unit_panels = gates ? 1 : GROUP;
+    const int64_t between = gates ? linear->out_features / (2 * PANEL) : 1; /* panels */
+    const int64_t output = unit * unit_panels * PANEL, y_bytes = gates ? products->operand_bytes : 4;
+    const char *panels = (const char *)linear->panels + unit * unit_panels * bytes;
+    const char *next = (const char *)linear->panels + after * unit_panels * bytes;
+    const float *bias = linear->bias ? linear->bias + output : NULL;
+    const struct linear_block block = {
+        .operand = (const char *)job->operand + row * stride * products->operand_bytes,
+        .operand_stride = stride,
+        .rows = rows,
+        .k = k,
+        .panels = {panels, panels + between * bytes},
+        .next = {next, next + between * bytes},
+        .end = job->end,
+        .bias = {bias, bias ? bias + between * PANEL : NULL},
+        .y = (char *)job->y + (row * job->y_stride + output) * y_bytes,
+        .y_stride = job->y_stride,
+        .sums = sums,
+    };
+    products->linear_block(&block);
+}
+
+/* Units [first, end) in the path's own way, but for a linear's last one where that has less than two whole panels. */
+static void run_blocks(const struct linear_job *job, int64_t first, int64_t end, float *sums)
+{
+    const int64_t whole = job->end == GATE ? end : min_of(end, job->linear->out_features / (GROUP * PANEL));
+    const int64_t blocks = (job->rows + LINEAR_BLOCK_ROWS - 1) / LINEAR_BLOCK_ROWS;
+    const int64_t block_rows = rounded_up((job->rows + blocks - 1) / blocks, 2 * ROW_PAD);
+    for (int64_t row = 0; row < job->rows; row += block_rows) {
+        const int64_t rows = min_of(block_rows, job->rows - row);
+        for (int64_t unit = first; unit < whole; unit++)
+            run_block(job, unit, unit + 1 < whole ? unit + 1 : first, row, rows, sums);
+        for (int64_t unit = max_of(first, whole); unit < end; unit++) {
+            sum_unit(job, unit, row, rows, 1, sums);
+            hand_out_unit(job, unit, row, rows, sums);
+        }
+    }
 }
 
 struct linear_phase {
@@ -217,7 +276,11 @@ static void run_piece(void *argument, int64_t thread, struct piece *piece)
     share_of(units_of(job), piece->index, piece->count, &first, &end);
     if (stages(job->rows, phase->threads))
         run_staged(phase, first, end, piece, job->scratch[thread]);
-    else if (pool_settle(piece))
+    else if (!pool_settle(piece))
+        return;
+    else if (has_blocks(job))
+        run_blocks(job, first, end, job->scratch[thread]);
+    else
         for (int64_t block = 0; block < blocks; block++) {
             const int64_t row = job->rows * block / blocks, rows = job->rows * (block + 1) / blocks - row;
             for (int64_t unit = first; unit < end; unit++) {

@@ -5,25 +5,27 @@
 #include "path.h"
 #include "pool.h"
 
-enum linear_end {
-    STORE,     /* y = x W' + bias, float32 */
-    ADD,       /* y += x W' + bias, float32 */
-    GATE,      /* y = silu(first half) * second half, as an operand of the next product */
-};
-
 struct linear_job {
     const struct pdk_path *path;
     const struct pdk_linear *linear;
     enum linear_end end;
-    const void *operand; /* [rows + ROW_PAD][operand_size(in_features)] */
+    const void *operand; /* [rows + ROW_PAD][operand_stride(in_features)] */
     int64_t rows;
     void *y;
     int64_t y_stride; /* in elements */
     void *const *scratch; /* [threads] */
 };
 
-/* Elements of a row of an operand: K up to a multiple of K_PAD. What pads it must be zero. */
-static inline int64_t operand_size(int64_t in_features) { return rounded_up(in_features, K_PAD); }
+/* K of a linear's product. What pads an operand's rows up to here must be zero. */
+static inline int64_t product_k(int64_t in_features) { return rounded_up(in_features, K_PAD); }
+
+/* Elements from row to row of an operand: an odd multiple of K_PAD, so that rows do not fall on each other in the nearest
+ * cache. */
+static inline int64_t operand_stride(int64_t in_features)
+{
+    const int64_t k = product_k(in_features);
+    return k / K_PAD % 2 ? k : k + K_PAD;
+}
 
 /* Whether GATE can be had: both halves begin on a panel. */
 static inline bool can_gate(const struct pdk_linear *linear) { return linear->out_features % (2 * PANEL) == 0; }

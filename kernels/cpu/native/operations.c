@@ -23,7 +23,7 @@ static void round_piece(void *argument, int64_t thread, struct piece *piece)
     share_of(job->rows, piece->index, piece->count, &first, &end);
     if (pool_settle(piece))
         take_operand(products, call->x + first * size, end - first, size,
-                     call->operand + first * operand_size(size) * products->operand_bytes);
+                     call->operand + first * operand_stride(size) * products->operand_bytes);
 }
 
 static void run_linear(void *argument, struct pool_member *self)
@@ -52,9 +52,9 @@ int pdk_linear(const struct pdk_path *path, struct pdk_pool *pool, const struct 
                int64_t rows, float *y)
 {
     const struct products *products = &path->products[linear->dtype];
-    const int64_t bytes = operand_size(linear->in_features) * products->operand_bytes;
+    const int64_t bytes = operand_stride(linear->in_features) * products->operand_bytes;
     void **scratch = take_scratch(pool, linear_scratch_bytes(linear, rows, pool_thread_count(pool)));
-    char *operand = aligned_alloc(LINE, (size_t)rounded_up((rows + ROW_PAD) * bytes, LINE));
+    char *operand = pool_shared(pool, (rows + ROW_PAD) * bytes);
     const bool ready = scratch && operand;
     if (ready) {
         struct linear_call call = {
@@ -66,7 +66,6 @@ int pdk_linear(const struct pdk_path *path, struct pdk_pool *pool, const struct 
             take_operand(products, x, rows, linear->in_features, operand);
         pool_run(pool, run_linear, &call);
     }
-    free(operand);
     free(scratch);
     return ready ? 0 : 1;
 }

@@ -60,6 +60,31 @@ typedef void product_function(const void *operand, int64_t operand_stride, int64
 typedef void block_function(const void *operand, int64_t operand_stride, int64_t rows, const struct panels *panels,
                             const char *next, float *kept, float *result, int64_t result_stride, bool accumulate);
 
+enum linear_end {
+    STORE, /* y = x W' + bias, float32 */
+    ADD,   /* y += x W' + bias, float32 */
+    GATE,  /* y = silu(first half) * second half, as an operand of the next product */
+};
+
+enum { LINEAR_BLOCK_ROWS = 256 }; /* of a linear_block at most: their operand fits the second cache */
+
+/* Two panels of a linear times a block of rows, and all that is done to the sums on their way out. */
+struct linear_block {
+    const void *operand; /* the block's first row */
+    int64_t operand_stride; /* in elements */
+    int64_t rows;
+    int64_t k; /* a multiple of K_PAD, above zero */
+    const char *panels[2];
+    const char *next[2]; /* what will be wanted after them, as long as they: fetched meanwhile */
+    enum linear_end end;
+    const float *bias[2]; /* of each panel's outputs; NULL: none */
+    void *y;              /* the block's first row, the first panel's first output */
+    int64_t y_stride;     /* in elements */
+    float *sums;          /* scratch: [LINEAR_BLOCK_ROWS][2 * PANEL] */
+};
+
+typedef void linear_block_function(const struct linear_block *block);
+
 /* sums[rows][.] += what the exceptions of a compact panel add to it. */
 typedef void exceptions_function(const struct pdk_exception *exceptions, int64_t count, const void *operand,
                                  int64_t operand_stride, int64_t rows, float *sums, int64_t sums_stride);
@@ -78,6 +103,7 @@ struct products {
     /* Put a task together from states that were left by tasks of one segment each, `partial_floats` apart. */
     void (*merge)(const struct attention_task *task, float *partials, int64_t partial_floats, void *scratch);
     exceptions_function *add_exceptions; /* of compact panels */
+    linear_block_function *linear_block; /* for more than one tile of rows; NULL: product, then function by function */
 };
 
 struct pdk_path {

@@ -1,5 +1,5 @@
-/* AMX-BF16: tiles of 16 rows by 16 outputs and 32 of K, the rest in AVX-512. Compiled everywhere and tested through
- * emulation; not yet run natively.
+/* AMX-BF16: tiles of 16 rows by 16 outputs and 32 of K, the rest in AVX-512. Run natively on Sapphire Rapids; elsewhere
+ * tested through emulation.
  *
  * A product goes by 2 x 2 tiles: two of rows and two panels share each load. Rows are computed in whole tiles; what the
  * last one reads beyond the rows' end goes into results that nobody looks at.
@@ -21,7 +21,7 @@
 #include "simd.h"
 
 enum { TILE_ROWS = 16, TILE_K = 32, PAIR_K_STEP = TILE_K };
-enum { QUERY_ROWS = 32, BLOCK_ROWS = QUERY_ROWS, DIAGONAL_ROWS = QUERY_ROWS };
+enum { QUERY_ROWS = 192, BLOCK_ROWS = 48, DIAGONAL_ROWS = BLOCK_ROWS };
 
 /* Accumulators are tiles 0 to 3 (row tile times two plus panel), operands 4 and 5, panels 6 and 7. */
 INLINE void multiply_tiles(const int row_tiles, const int panel_tiles, const char *operand, int64_t operand_bytes,
@@ -43,9 +43,12 @@ INLINE void multiply_tiles(const int row_tiles, const int panel_tiles, const cha
         if (row_tiles > 1 && panel_tiles > 1)
             tile_loadd(3, below + PANEL, stride);
     }
-    for (int64_t k = 0; k < panels->k; k += TILE_K) {
-        const char *panel = panels->chunks[k / panels->chunk_k] + first_panel * panels->panel_bytes;
-        panel += k % panels->chunk_k / 2 * LINE;
+    const char *panel = NULL;
+    for (int64_t k = 0, left = 0, chunk = 0; k < panels->k; k += TILE_K, left -= TILE_K, panel += TILE_K / 2 * LINE) {
+        if (left <= 0) {
+            panel = panels->chunks[chunk++] + first_panel * panels->panel_bytes;
+            left = panels->chunk_k;
+        }
         tile_loadd(4, operand + k * 2, operand_bytes);
         tile_loadd(6, panel, LINE);
         tile_dpbf16ps(0, 4, 6);
@@ -89,6 +92,10 @@ ONE_COPY void multiply_bfloat16(const void *operand, int64_t operand_stride, int
         }
 }
 
+#include "amx_linear.h"
+#include "amx_scores.h"
+
+#define SCORE_PANELS score_panels
 #include "path_dot.h"
 
 const struct pdk_path amx_path = {
@@ -101,7 +108,8 @@ const struct pdk_path amx_path = {
             [PDK_FLOAT32] = {multiply_float32, 4, QUERY_ROWS, NULL, store_float32,
                              attend_scratch_float32, attend_float32, merge_float32},
             [PDK_BFLOAT16] = {multiply_bfloat16, 2, QUERY_ROWS, NULL, store_bfloat16,
-                              attend_scratch_bfloat16, attend_bfloat16, merge_bfloat16},
+                              attend_scratch_bfloat16, attend_bfloat16, merge_bfloat16, NULL,
+                              multiply_linear_block},
         },
     .rms_norm = rms_norm_row,
     .silu_mul = silu_mul_row,

@@ -61,7 +61,8 @@ struct pdk_pool {
     int caller_core; /* where the caller last was; -1: nobody is pinned */
     bool stopping;
     struct pieces *pieces; /* [threads] */
-    struct scratch *scratch;
+    struct scratch *scratch;  /* the one that all share, and each thread's own */
+    int64_t scratch_count;
     struct helper *helpers; /* threads - 1 */
 };
 
@@ -326,9 +327,8 @@ void pool_run(struct pdk_pool *pool, region_function *body, void *argument)
 
 int64_t pool_thread_count(const struct pdk_pool *pool) { return pool->threads; }
 
-void *pool_scratch(struct pdk_pool *pool, int64_t thread, int64_t bytes)
+static void *scratch_of(struct scratch *scratch, int64_t bytes)
 {
-    struct scratch *scratch = &pool->scratch[thread];
     if (scratch->bytes < bytes) {
         free(scratch->memory);
         scratch->bytes = (bytes + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES;
@@ -338,6 +338,13 @@ void *pool_scratch(struct pdk_pool *pool, int64_t thread, int64_t bytes)
     }
     return scratch->memory;
 }
+
+void *pool_scratch(struct pdk_pool *pool, int64_t thread, int64_t bytes)
+{
+    return scratch_of(&pool->scratch[1 + thread], bytes);
+}
+
+void *pool_shared(struct pdk_pool *pool, int64_t bytes) { return scratch_of(&pool->scratch[0], bytes); }
 
 static bool start_helpers(struct pdk_pool *pool)
 {
@@ -358,9 +365,9 @@ struct pdk_pool *pdk_pool_create(int64_t thread_count)
     struct pdk_pool *pool = aligned_alloc(LINE_BYTES, (sizeof *pool + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES);
     if (!pool)
         return NULL;
-    *pool = (struct pdk_pool){.threads = thread_count};
+    *pool = (struct pdk_pool){.threads = thread_count, .scratch_count = 1 + thread_count};
     pool->pieces = aligned_alloc(LINE_BYTES, (size_t)thread_count * sizeof *pool->pieces);
-    pool->scratch = calloc((size_t)thread_count, sizeof *pool->scratch);
+    pool->scratch = calloc((size_t)pool->scratch_count, sizeof *pool->scratch);
     pool->helpers = calloc((size_t)thread_count, sizeof *pool->helpers);
     const bool ready = pool->pieces && pool->scratch && pool->helpers;
     if (ready)
@@ -382,8 +389,8 @@ void pdk_pool_destroy(struct pdk_pool *pool)
     signal_raise(&pool->start);
     for (int64_t index = 1; index < pool->threads; index++)
         pthread_join(pool->helpers[index - 1].thread, NULL);
-    for (int64_t thread = 0; pool->scratch && thread < pool->threads; thread++)
-        free(pool->scratch[thread].memory);
+    for (int64_t i = 0; pool->scratch && i < pool->scratch_count; i++)
+        free(pool->scratch[i].memory);
     free(pool->pieces);
     free(pool->scratch);
     free(pool->helpers);

@@ -59,6 +59,10 @@ bool pool_settle(struct piece *piece);
  * outside of regions. */
 void *pool_scratch(struct pdk_pool *pool, int64_t thread, int64_t bytes);
 
+/* The same for all threads together: memory of the call that is running. New pages at each call would take as long as a
+ * small product. */
+void *pool_shared(struct pdk_pool *pool, int64_t bytes);
+
 /* Share `index` of `count` things that are divided into `shares` equal ones: [*first, *end). */
 static inline void share_of(int64_t count, int64_t index, int64_t shares, int64_t *first, int64_t *end)
 {

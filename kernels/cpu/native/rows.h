@@ -15,6 +15,13 @@ enum { PARTS = 16, PART_VECTORS = PARTS / LANES }; /* one vector or two */
 /* The sum of 16 parts, by halving. */
 INLINE float sum_of_parts(const vf parts[PART_VECTORS])
 {
+#if LANES == 16 && defined(__AVX512F__)
+    const __m512 all = (__m512)parts[0];
+    const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#else
     const vf halves = PART_VECTORS > 1 ? parts[0] + parts[PART_VECTORS - 1] : parts[0];
     float values[LANES];
     memcpy(values, &halves, sizeof values);
@@ -22,10 +29,14 @@ INLINE float sum_of_parts(const vf parts[PART_VECTORS])
         for (int i = 0; i < width; i++)
             values[i] += values[i + width];
     return values[0];
+#endif
 }
 
 INLINE float largest_part(const vf parts[PART_VECTORS])
 {
+#if LANES == 16 && defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)parts[0]);
+#else
     const vf halves = vf_max(parts[0], parts[PART_VECTORS - 1]);
     float values[LANES];
     memcpy(values, &halves, sizeof values);
@@ -33,6 +44,7 @@ INLINE float largest_part(const vf parts[PART_VECTORS])
     for (int i = 1; i < LANES; i++)
         largest = values[i] > largest ? values[i] : largest;
     return largest;
+#endif
 }
 
 static void rms_norm_row(const float *x, int64_t size, const float *weight, float eps, float *y)
@@ -127,7 +139,12 @@ typedef uint16_t vh __attribute__((vector_size(LANES * 2)));
 
 INLINE void store_half_vector(vf value, uint16_t *out)
 {
+#if LANES == 16 && defined(__AVX512BF16__)
+    /* What is below float32's normal range becomes zero, for which the products take it anyway. */
+    const __m256bh halves = _mm512_cvtneps_pbh((__m512)value);
+#else
     const vh halves = __builtin_convertvector((vu)vf_round_bfloat16(value) >> 16, vh);
+#endif
     memcpy(out, &halves, sizeof halves);
 }
 
