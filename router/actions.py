@@ -62,7 +62,7 @@ class StartPrefill:
 
 
 @dataclass(frozen=True, slots=True)
-class GiveUpSender:
+class DropSender:
     """A decode worker shall not wait for the sender of this epoch any longer."""
 
     worker: str
@@ -137,7 +137,7 @@ class End:
 Action = (
     StartDecode
     | StartPrefill
-    | GiveUpSender
+    | DropSender
     | PrefillLocally
     | AbortAttempt
     | Accept

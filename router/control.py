@@ -19,9 +19,9 @@ from router.actions import (
     AbortAttempt,
     Accept,
     Action,
+    DropSender,
     End,
     Fallback,
-    GiveUpSender,
     PrefillLocally,
     Request,
     Retry,
@@ -40,7 +40,7 @@ TICK_S = 0.05
 _STALL_S = 0.25  # between two ticks: more says that the router itself got no processor
 
 
-class Session(Protocol):
+class MemberSession(Protocol):
     """One worker's open session, seen from the router."""
 
     info: WorkerInfo
@@ -64,7 +64,7 @@ class EventSink(Protocol):
         ...
 
 
-class Observer(Protocol):
+class RouterObserver(Protocol):
     """Who waits for what happens to a router as a whole."""
 
     def members_changed(self) -> None:
@@ -79,13 +79,13 @@ class Observer(Protocol):
 class Control:
     """All that one router process decides. One thread calls it."""
 
-    def __init__(self, incarnation: str, config: RouterConfig, clock: Clock, observer: Observer) -> None:
+    def __init__(self, incarnation: str, config: RouterConfig, clock: Clock, observer: RouterObserver) -> None:
         self.membership = Membership(config.worker_timeout_ms / 1000)
         self.dispatch = Dispatch(incarnation, self.membership, LeastLoaded(), config)
         self._clock = clock
         self._observer = observer
         self._ticked_at = clock.now()
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, MemberSession] = {}
         self._streams: dict[str, EventSink] = {}
         self._draining = False
 
@@ -152,7 +152,7 @@ class Control:
 
     # The sessions' events.
 
-    def worker_joined(self, session: Session) -> None:
+    def worker_joined(self, session: MemberSession) -> None:
         info, now = session.info, self._clock.now()
         if info.incarnation in self._sessions:  # it noticed the end of its session first, and has dropped everything
             self.membership.leave(info.incarnation)
@@ -164,7 +164,7 @@ class Control:
         self._perform(self.dispatch.on_worker_joined(now))
         self._observer.members_changed()
 
-    def worker_left(self, session: Session, reason: str, crashed: bool = True) -> None:
+    def worker_left(self, session: MemberSession, reason: str, crashed: bool = True) -> None:
         """`crashed`: perhaps by itself, so that a request may have done it; not if it is known to have been killed."""
         if self._sessions.get(session.info.incarnation) is session:
             self.membership.leave(session.info.incarnation)
@@ -223,7 +223,7 @@ class Control:
                     ticket = convert.ticket_to_proto(action.owner, action.ticket)
                     start_prefill = pb.StartPrefill(sequence=_sequence(action), ticket=ticket)
                     self._send(action.worker, pb.RouterMessage(start_prefill=start_prefill))
-                case GiveUpSender():
+                case DropSender():
                     lost = pb.SenderLost(
                         owner=convert.owner_to_proto(action.owner),
                         epoch=action.epoch,

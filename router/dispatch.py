@@ -43,9 +43,9 @@ from router.actions import (
     AbortAttempt,
     Accept,
     Action,
+    DropSender,
     End,
     Fallback,
-    GiveUpSender,
     PrefillLocally,
     Request,
     Retry,
@@ -435,7 +435,7 @@ class Dispatch:
             return [PrefillLocally(entry.attempt.decode, entry.attempt.owner)]
         entry.avoid.add(worker)
         entry.deadline = now + self._config.ticket_timeout_ms / 1000
-        return [GiveUpSender(entry.attempt.decode, entry.attempt.owner, entry.attempt.epoch, error)]
+        return [DropSender(entry.attempt.decode, entry.attempt.owner, entry.attempt.epoch, error)]
 
     def _fail_attempt(self, entry: InFlight, error: PdserveError, worker: str, now: float) -> list[Action]:
         """Abort what is left of the current attempt and go on: another attempt, or the end."""

@@ -32,7 +32,7 @@ _log = logs.logger("router")
 _HELLO_TIMEOUT_S: Final = 5.0
 
 
-class SessionEvents(Protocol):
+class WorkerSessionEvents(Protocol):
     """Who is told what comes over the sessions: the router's control."""
 
     def worker_joined(self, session: WorkerSession) -> None: ...
@@ -75,7 +75,7 @@ class WorkerSession:
     def __init__(
         self,
         terms: SessionTerms,
-        events: SessionEvents,
+        events: WorkerSessionEvents,
         clock: Clock,
         wake: Callable[[], None],
         max_unsent: int = MAX_UNSENT,

@@ -15,7 +15,7 @@ from pdserve import crash_report
 from pdserve.clock import Clock
 from pdserve.rpc import cluster_pb2 as pb
 from pdserve.rpc.cluster_pb2_grpc import ClusterServicer
-from router.session import SessionEvents, SessionTerms, StreamEnd, WorkerSession
+from router.session import SessionTerms, StreamEnd, WorkerSession, WorkerSessionEvents
 
 # A lost connection may look like a side that was closed in order, until this handler is cancelled a moment later.
 _CERTAIN_S = 0.05
@@ -24,7 +24,7 @@ _CERTAIN_S = 0.05
 class Sessions(ClusterServicer):
     """The servicer of pdserve.cluster.v1.Cluster."""
 
-    def __init__(self, terms: SessionTerms, events: SessionEvents, clock: Clock) -> None:
+    def __init__(self, terms: SessionTerms, events: WorkerSessionEvents, clock: Clock) -> None:
         self._terms = terms
         self._events = events
         self._clock = clock

@@ -30,8 +30,8 @@ from pdserve.types import (
 from router.actions import (
     AbortAttempt,
     Accept,
+    DropSender,
     End,
-    GiveUpSender,
     PrefillLocally,
     Request,
     ResumeState,
@@ -500,7 +500,7 @@ def test_a_worker_that_gives_a_request_up_does_not_cancel_it():
     world = World("p0", "d0", "d1")
     start = world.prefilling()
     gone = Cancelled("its session is broken")
-    assert [type(action) for action in world.terminal(start, gone, worker="p0")] == [GiveUpSender]
+    assert [type(action) for action in world.terminal(start, gone, worker="p0")] == [DropSender]
     assert [type(action) for action in world.terminal(start, gone)] == [Retry, StartDecode]
 
 
