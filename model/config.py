@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pdserve import logs
 from pdserve.errors import ConfigError
 
 _FAMILIES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
@@ -22,6 +23,8 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _DEFAULT_ROPE_THETA = 10_000.0
 _DEFAULT_RMS_NORM_EPS = 1e-6
 _QWEN3_HEAD_DIM = 128  # what a Qwen3 config without head_dim means; elsewhere it is hidden size / heads
+
+_log = logs.logger("model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,7 @@ class ModelConfig:
             qk_norm=family == "qwen3",
             tied_head=keys.flag("tie_word_embeddings"),
             dtype=_dtype(keys),
-            eos_token_ids=_eos_token_ids(directory, keys),
+            eos_token_ids=_eos_token_ids(directory, keys, keys.count("vocab_size")),
         )
 
 
@@ -235,8 +238,11 @@ def _dtype(keys: _Keys) -> str:
     return str(dtype)
 
 
-def _eos_token_ids(directory: Path, keys: _Keys) -> tuple[int, ...]:
-    """generation_config.json decides: chat models end turns with ids that config.json does not know."""
+def _eos_token_ids(directory: Path, keys: _Keys, vocab_size: int) -> tuple[int, ...]:
+    """generation_config.json decides: chat models end turns with ids that config.json does not know.
+
+    An id that the head does not have can never come, so it is left out here and nobody further on meets it.
+    """
     generation_path = directory / "generation_config.json"
     if generation_path.exists():
         generation = _Keys(directory, generation_path.name, _read_json(generation_path))
@@ -248,4 +254,11 @@ def _eos_token_ids(directory: Path, keys: _Keys) -> tuple[int, ...]:
     ids = value if isinstance(value, list) else [value]
     if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
         raise keys.refusal("eos_token_id", value, "a token id or a list of them")
-    return tuple(dict.fromkeys(ids))
+    if beyond := [token_id for token_id in ids if token_id >= vocab_size]:
+        _log.warning(
+            "end-of-sequence ids beyond the vocabulary are left out",
+            directory=str(directory),
+            ids=beyond,
+            vocab_size=vocab_size,
+        )
+    return tuple(dict.fromkeys(token_id for token_id in ids if token_id < vocab_size))

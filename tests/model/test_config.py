@@ -7,10 +7,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from model.adjustment import adjusted
 from model.config import ModelConfig, RopeConfig
 from pdserve.errors import ConfigError
+from pdserve.types import SamplingParams
 from support.checkpoints import TinyShape, edit_config, write_tiny_checkpoint
 
 LLAMA3 = {
@@ -122,6 +125,23 @@ def test_end_of_sequence_ids(llama: Path, config_eos: Any, generation: Any, want
     if generation is not None:
         (llama / "generation_config.json").write_text(json.dumps(generation))
     assert read(llama, eos_token_id=config_eos).eos_token_ids == wanted
+
+
+@pytest.mark.parametrize(
+    ("config_eos", "generation", "wanted"),
+    [(257, None, ()), ([2, 300, 256], None, (2, 256)), (2, {"eos_token_id": [128_009, 5]}, (5,))],
+)
+def test_end_of_sequence_ids_that_the_head_does_not_have_are_left_out_with_one_line(
+    llama: Path, caplog: pytest.LogCaptureFixture, config_eos: Any, generation: Any, wanted: tuple[int, ...]
+) -> None:
+    if generation is not None:
+        (llama / "generation_config.json").write_text(json.dumps(generation))
+    config = read(llama, eos_token_id=config_eos)
+    assert config.eos_token_ids == wanted
+    assert len(caplog.records) == 1
+    params = SamplingParams(temperature=0.0, min_tokens=2)
+    logits = adjusted(np.zeros(config.vocab_size, np.float32), params, [1], [], config.eos_token_ids)
+    assert set(np.flatnonzero(logits)) == set(wanted)
 
 
 @pytest.mark.parametrize("key", ["torch_dtype", "dtype"])

@@ -122,6 +122,34 @@ class TestFiles:
         with pytest.raises(ConfigError, match=lost.replace(".", r"\.")):
             list(iterate_weights(tmp_path))
 
+    @pytest.mark.parametrize("kept", [1, 2, 3])
+    def test_of_a_tensor_that_several_shards_have_the_indexs_is_taken(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, kept: int
+    ) -> None:
+        write_tiny_checkpoint(tmp_path, "llama", shards=3)
+        wanted = logits(load(tmp_path))
+        weight_map = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+        own = tmp_path / f"model-0000{kept}-of-00003.safetensors"
+        name = next(name for name, shard in weight_map.items() if shard == own.name)
+        for shard in set(tmp_path.glob("*.safetensors")) - {own}:
+            save_file(load_file(shard) | {name: torch.full_like(load_file(own)[name], 7.0)}, shard)
+        assert torch.equal(logits(load(tmp_path)), wanted)
+        assert [record.getMessage() for record in caplog.records] == [
+            "tensors that the index does not name are ignored"
+        ]
+
+    def test_a_tensor_that_the_index_does_not_name_is_ignored_with_one_line(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        write_tiny_checkpoint(tmp_path, "llama", shards=2)
+        wanted = logits(load(tmp_path))
+        for shard in tmp_path.glob("*.safetensors"):
+            save_file(load_file(shard) | {"old.head.weight": torch.ones(2, 2)}, shard)
+        assert torch.equal(logits(load(tmp_path)), wanted)
+        (record,) = caplog.records
+        fields = record.fields  # type: ignore[attr-defined]
+        assert fields["tensors"].count("old.head.weight in model-0000") == 2
+
     @pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": {"a": 1}}', '{"weight_map": []}'])
     def test_a_damaged_index_is_refused(self, tmp_path: Path, content: str) -> None:
         write_tiny_checkpoint(tmp_path, "llama", shards=2)
