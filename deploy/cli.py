@@ -130,8 +130,7 @@ def down(config: ConfigOption = None, runtime_dir: RuntimeOption = "") -> None:
         if runtime.supervisor() is not None:
             supervisor.kill()
     end_processes(cluster_id, lambda: terminate(processes_of(cluster_id)))
-    if runtime.cluster_id == cluster_id:
-        runtime.remove()
+    runtime.remove(cluster_id)
     _err.print("the cluster is down")
 
 

@@ -143,10 +143,10 @@ class LocalCluster:
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.get([actor.stop.remote() for actor in actors], timeout=_STOP_TIMEOUT_S)
         end_processes(self._cluster_id, ray.shutdown)
-        self._runtime.remove()
         for pair in self._ports:
             for reservation in pair:
                 reservation.release()
+        self._runtime.remove(self._cluster_id)
 
     def _stage(self, name: str, action: Callable[[], None]) -> None:
         self._progress(name)
@@ -249,7 +249,7 @@ def _get(references: object, timeout_s: float) -> object:
 def _model(config: Config) -> tuple[Path, str]:
     """The checkpoint's directory and its public name. Refuses what no worker could load, before anything starts."""
     embedded = not config.model.path
-    directory = embedded_model_directory() if embedded else Path(config.model.path).expanduser().absolute()
+    directory = embedded_model_directory() if embedded else Path(os.path.abspath(os.path.expanduser(config.model.path)))
     if not directory.is_dir():
         raise ConfigError(f"model.path = {config.model.path!r}: no such directory")
     ModelConfig.from_hf(directory)

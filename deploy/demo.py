@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from deploy import streams
 from deploy.cluster import LocalCluster
+from deploy.installation import child_environment
 from deploy.transfer_report import TransferReport, transfer_report
 from pdserve.client import Client, Delta, Result
 from pdserve.config import Config
@@ -41,6 +43,19 @@ class Disturbed:
 
 
 def main() -> int:
+    streams.take_over()
+    os.environ.update(child_environment())
+    try:
+        return _hold()
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except OSError as error:  # this machine's: its disk, or who reads the output
+        streams.discard()
+        print(f"demo failed: {error}", file=sys.stderr)
+        return 1
+
+
+def _hold() -> int:
     with tempfile.TemporaryDirectory(prefix="pdserve-demo-", dir="/tmp") as runtime_dir:
         overrides = {"cluster": {"runtime_dir": runtime_dir}, "router": {"grpc_port": 0}}
         config = Config().override(overrides, "demo")

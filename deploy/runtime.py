@@ -190,25 +190,25 @@ class RuntimeDirectory:
             found.append("gcs_server, the first of Ray's processes, ended before it could log a line")
         return "\n".join(found) or "Ray's processes logged no warning"
 
-    def remove(self) -> None:
-        """Remove what the marker lists, then the marker, and let go of the directory. Without one, nothing. Where
-        something cannot be removed, the marker stays, so that it can be tried again; raises ConfigError then."""
-        marker = self._marker()
+    def remove(self, cluster_id: str) -> None:
+        """Remove what this cluster's marker lists, then the marker, and let go of the directory. Nothing where it is by
+        now of another cluster, or of none. Where something cannot be removed, the marker stays, so that it can be tried
+        again; raises ConfigError then."""
         try:
-            if marker is not None:
-                self._remove_listed(marker)
-                (self.path / MARKER).unlink(missing_ok=True)
-                if marker.found_mode is not None:
-                    self.path.chmod(marker.found_mode)
-                else:
-                    with contextlib.suppress(OSError):  # it holds other things by now
-                        self.path.rmdir()
+            marker = self._marker()
+            if marker is None or marker.cluster_id != cluster_id or not self._hold():
+                return
+            self._remove_listed(marker)
+            (self.path / MARKER).unlink(missing_ok=True)
+            if marker.found_mode is not None:
+                self.path.chmod(marker.found_mode)
+            else:
+                with contextlib.suppress(OSError):  # it holds other things by now
+                    self.path.rmdir()
         except OSError as error:
             raise self._refusal(f"{error.filename} cannot be removed: {error.strerror}") from None
         finally:
-            if self._lock is not None:
-                os.close(self._lock)
-                self._lock = None
+            self._let_go()
 
     def check_own(self) -> None:
         """Raise ConfigError where there is something that no cluster made."""
@@ -251,22 +251,34 @@ class RuntimeDirectory:
         return marker if marker is not None and marker.path == os.path.realpath(self.path) else None
 
     def _take_lock(self) -> None:
-        """Whoever holds the marker's lock may write it. A new one is empty."""
         for left in reversed(range(_LOCK_TRIES)):
-            lock = os.open(self.path / MARKER, os.O_RDWR | os.O_CREAT, 0o600)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.path.samestat(os.fstat(lock), os.stat(self.path / MARKER)):
-                    self._lock = lock
-                    return
-            except (BlockingIOError, FileNotFoundError):  # held, or removed meanwhile by the one that held it
-                pass
-            os.close(lock)
+            if self._hold():
+                return
             if left:
                 time.sleep(_LOCK_PAUSE_S)
         marker = self._marker()
         holder = f" (pid {marker.pid})" if marker is not None else ""
         raise ConfigError(f"a cluster runs or starts already in {self.path}{holder}; stop it with `pdserve down`")
+
+    def _hold(self) -> bool:
+        """Whoever holds the marker's lock may write it and remove what it lists. A new marker is empty."""
+        if self._lock is not None:
+            return True
+        lock = os.open(self.path / MARKER, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(lock), os.stat(self.path / MARKER)):
+                self._lock = lock
+                return True
+        except (BlockingIOError, FileNotFoundError):  # held, or removed meanwhile by the one that held it
+            pass
+        os.close(lock)
+        return False
+
+    def _let_go(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _remove_earlier(self) -> Marker | None:
         """What is left of a cluster whose supervisor was killed: its processes and its files. With the lock held."""
@@ -293,12 +305,10 @@ class RuntimeDirectory:
 
     def _give_up(self, existed: bool) -> None:
         """After a failure in `create`: the marker may not have been written."""
-        if self._marker() is not None:
-            self.remove()
+        if cluster_id := self.cluster_id:
+            self.remove(cluster_id)
             return
-        assert self._lock is not None
-        os.close(self._lock)
-        self._lock = None
+        self._let_go()
         with contextlib.suppress(OSError):
             (self.path / MARKER).unlink()
             if not existed:

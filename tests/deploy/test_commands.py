@@ -143,7 +143,7 @@ def test_a_cluster_that_is_starting(run, folder):
         one_line(run("status", "--runtime-dir", directory.path), 1, "is starting")
         one_line(run("up", "--runtime-dir", directory.path), 2, "runs or starts already")
     finally:
-        directory.remove()
+        directory.remove(directory.cluster_id)
 
 
 def test_memory_that_is_not_there(run, folder, monkeypatch):

@@ -92,7 +92,7 @@ def test_what_a_cluster_makes_it_removes_again(folder):
     assert len(cluster_id) >= 16
     assert directory.read_state().routers == ["127.0.0.1:1"]
     (directory.logs / "decode-0.jsonl").write_text("{}")
-    directory.remove()
+    directory.remove(directory.cluster_id)
     assert list(folder.iterdir()) == []
 
 
@@ -101,7 +101,7 @@ def test_every_cluster_has_an_id_of_its_own(folder):
     ids = set()
     for _ in range(3):
         ids.add(directory.create())
-        directory.remove()
+        directory.remove(directory.cluster_id)
     assert len(ids) == 3
 
 
@@ -116,7 +116,7 @@ def test_a_directory_that_no_cluster_made_is_refused_and_stays_as_it_is(folder, 
         with pytest.raises(ConfigError, match=r"no cluster made it: nothing in it is touched") as caught:
             attempt()
         assert "\n" not in str(caught.value)
-    directory.remove()
+    directory.remove(directory.cluster_id)
     assert directory.processes() == []
     assert listing(folder) == before
 
@@ -127,7 +127,7 @@ def test_an_empty_directory_is_taken_and_stays_as_it_was(folder):
     directory = RuntimeDirectory(str(place))
     directory.create()
     assert stat.S_IMODE(place.stat().st_mode) == 0o700
-    directory.remove()
+    directory.remove(directory.cluster_id)
     assert stat.S_IMODE(place.stat().st_mode) == 0o755
     assert list(place.iterdir()) == []
 
@@ -136,7 +136,7 @@ def test_what_others_put_beside_a_clusters_things_stays(folder):
     directory = RuntimeDirectory(str(folder / "run"))
     directory.create()
     (directory.path / "notes.txt").write_text("mine")
-    directory.remove()
+    directory.remove(directory.cluster_id)
     assert [each.name for each in directory.path.iterdir()] == ["notes.txt"]
 
 
@@ -148,7 +148,7 @@ def test_a_link_in_place_of_a_folder_is_not_followed(folder):
     directory.create()
     directory.logs.rmdir()
     directory.logs.symlink_to(elsewhere)
-    directory.remove()
+    directory.remove(directory.cluster_id)
     assert (elsewhere / "diary.txt").read_text() == "mine"
 
 
@@ -161,9 +161,9 @@ def test_a_copy_of_a_runtime_directory_is_no_clusters(folder):
     assert (copy.cluster_id, copy.supervisor()) == ("", None)
     with pytest.raises(ConfigError, match="no cluster made it"):
         copy.check_own()
-    copy.remove()
+    copy.remove(json.loads((copy.path / MARKER).read_text())["cluster_id"])
     assert listing(folder / "copy") == before
-    directory.remove()
+    directory.remove(directory.cluster_id)
 
 
 @pytest.mark.parametrize("name", ["../elsewhere", "/etc", "a/b", "", ".."])
@@ -173,8 +173,22 @@ def test_a_marker_that_names_other_places_is_none(folder, name):
     marker = directory._marker()
     (directory.path / MARKER).write_text(json.dumps({**asdict(marker), "made": [name]}))
     assert directory.cluster_id == ""
-    directory.remove()
+    directory.remove(directory.cluster_id)
     assert directory.logs.is_dir()
+
+
+def test_who_stops_late_removes_nothing_of_the_next_cluster(folder):
+    first, second = (RuntimeDirectory(str(folder / "run")) for _ in range(2))
+    earlier = first.create()
+    first.remove(earlier)
+    later = second.create()
+    before = listing(second.path)
+    first.remove(earlier)
+    first.remove("")
+    RuntimeDirectory(str(folder / "run")).remove(later)  # it runs: whoever does not run it leaves it alone
+    assert listing(second.path) == before
+    second.remove(later)
+    assert list(folder.iterdir()) == []
 
 
 def test_two_clusters_in_one_directory(folder):
@@ -184,7 +198,7 @@ def test_two_clusters_in_one_directory(folder):
     with pytest.raises(ConfigError, match=rf"runs or starts already in .* \(pid {os.getpid()}\)"):
         second.create()
     assert listing(first.path) == before
-    first.remove()
+    first.remove(first.cluster_id)
 
 
 def test_a_look_at_the_directory_keeps_no_cluster_from_starting(folder):
@@ -205,7 +219,7 @@ def test_a_look_at_the_directory_keeps_no_cluster_from_starting(folder):
             patch.setattr(runtime.time, "sleep", end_the_look)
             directory.create()
     assert pauses
-    directory.remove()
+    directory.remove(directory.cluster_id)
 
 
 def test_processes_are_known_by_the_id_they_carry(folder, started, impatient):
@@ -233,7 +247,7 @@ def test_processes_are_known_by_the_id_they_carry(folder, started, impatient):
     assert directory.processes() == []
     assert [each.poll() for each in others] == [None] * len(others)
     assert all(is_gone(each) for each in found)
-    directory.remove()
+    directory.remove(directory.cluster_id)
 
 
 def test_this_process_is_not_among_them():
@@ -269,7 +283,7 @@ def test_a_clock_that_is_set_makes_no_process_unknown(folder, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: 5e9)
     assert directory.supervisor().pid == os.getpid()
     assert directory.read_state().pid == os.getpid()
-    directory.remove()
+    directory.remove(directory.cluster_id)
 
 
 def test_the_start_of_a_process_whose_name_holds_spaces_and_brackets(folder):
@@ -316,7 +330,7 @@ def test_a_new_cluster_ends_and_removes_what_a_killed_one_left(folder):
     directory.create()
     assert is_gone(left)
     assert not list(directory.logs.iterdir())
-    directory.remove()
+    directory.remove(directory.cluster_id)
     assert [each.name for each in place.iterdir()] == ["notes.txt"]
 
 
@@ -328,7 +342,7 @@ def test_a_directory_that_was_killed_in_the_making(folder):
     assert directory.supervisor() is None
     directory.check_own()
     directory.create()
-    directory.remove()
+    directory.remove(directory.cluster_id)
     assert place.is_dir()
 
 
@@ -409,10 +423,10 @@ def test_what_cannot_be_removed_can_be_tried_again(folder, monkeypatch):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shutil, "rmtree", busy)
         with pytest.raises(ConfigError) as caught:
-            directory.remove()
+            directory.remove(directory.cluster_id)
     one_line(caught, "cannot be removed", "busy")
     assert directory.cluster_id
-    directory.remove()
+    directory.remove(directory.cluster_id)
     assert list(folder.iterdir()) == []
 
 

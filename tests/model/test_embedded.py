@@ -225,3 +225,17 @@ def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatc
     assert embedded.cache_directory() == Path("/home/someone/.cache/pdserve")
     monkeypatch.setenv("PDSERVE_CACHE", "/elsewhere")
     assert embedded.cache_directory() == Path("/elsewhere")
+
+
+def test_a_user_without_a_home_hears_what_to_set(monkeypatch):
+    """Any user id in a container; only who serves the embedded model needs one."""
+    for name in ("HOME", "XDG_CACHE_HOME", "PDSERVE_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def nameless(*arguments):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nameless)
+    with pytest.raises(ConfigError, match=r"no home .* set PDSERVE_CACHE") as caught:
+        embedded_model_directory()
+    assert "\n" not in str(caught.value)

@@ -239,7 +239,7 @@ def test_the_late_end_of_an_earlier_epoch_hides_no_crash_of_the_same_worker():
     failed = InternalError("a step failed")
     assert world.dispatch.on_terminal("p0", start.owner, failed, TICKET.epoch, 0.0) == []
     world.states.clear()
-    assert GiveUpSender in [type(action) for action in world.lose("p0")]
+    assert DropSender in [type(action) for action in world.lose("p0")]
     assert [state.crashes for state in world.states] == [1]
 
 
