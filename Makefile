@@ -25,8 +25,9 @@ $(VENV)/.kernels: $(VENV)/.ready kernels/cpu/build.py $(wildcard kernels/cpu/nat
 demo: setup
 	$(BIN)/python -m deploy.demo
 
+# Two processes: one has all tests that start a cluster, the other the rest (tests/conftest.py).
 test: setup
-	$(BIN)/python -m pytest --durations=25
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations=25
 
 # Twenty rounds of every kill test, on one cluster.
 failover: setup

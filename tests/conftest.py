@@ -52,6 +52,13 @@ def llama(tmp_path_factory):
     return write_tiny_checkpoint(tmp_path_factory.mktemp("llama"), "llama", shape=shape)
 
 
-def pytest_collection_modifyitems(items):
-    """tests/cluster comes last: its cluster lives from then on, and a process can hold only one."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Tests that start a cluster are one group, which `--dist loadgroup` keeps in one process: one cluster runs at a
+    time. tests/cluster comes last of them: its cluster lives from then on, and a process can hold only one."""
+    for item in items:
+        if item.get_closest_marker("cluster"):
+            item.add_marker(pytest.mark.xdist_group("cluster"))
     items.sort(key=lambda item: item.path.parent.name == "cluster")
+    if hasattr(config, "workerinput"):  # one of several processes: the group takes longest, so one begins with it
+        items.sort(key=lambda item: item.get_closest_marker("cluster") is None)
