@@ -5,10 +5,13 @@ from hypothesis import HealthCheck, settings
 
 import deploy  # noqa: F401  first of all: what it sets, gRPC reads when it is imported
 from support.checkpoints import TinyShape, write_small_checkpoint, write_tiny_checkpoint
+from support.length import times
 from support.seeds import Seeds
 
 # How long an example takes says nothing on a machine that others use too.
-settings.register_profile("pdserve", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "pdserve", deadline=None, max_examples=times(100), suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("pdserve")
 
 
