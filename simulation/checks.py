@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from kvtransfer.incoming import IncomingTransfer
@@ -61,6 +62,16 @@ def check_router(router: SimulatedRouter) -> None:
     limit = 2 * router.config.max_requests  # with another router's
     if len(dispatch) > limit:
         raise Violation(f"{router.process.name}: {len(dispatch)} outputs, the limit is {limit}")
+
+
+def check_calm(counts: Counter[str], nothing_lost: bool) -> None:
+    """Transfers have borne what happened: each had one sender to its end. `nothing_lost`: the wire lost no frame, and
+    nobody was away, so nothing was asked for twice either."""
+    for what in ("another sender", "local prefill"):
+        if counts[what]:
+            raise Violation(f"a transfer lost its sender, and nothing was wrong: {counts[what]} {what}")
+    if nothing_lost and counts["frame sent again"]:
+        raise Violation(f"{counts['frame sent again']} frames were sent again, and none was lost")
 
 
 def check_credit(sending: SimulatedWorker, workers: Iterable[SimulatedWorker]) -> None:

@@ -153,6 +153,7 @@ class KvNetwork:
     def __init__(self, fabric: Fabric) -> None:
         self._fabric = fabric
         self._transports: dict[str, SimulatedTransport] = {}
+        self.died_at: dict[str, float] = {}  # by endpoint
 
     def transport(self, process: Process, wake: Callable[[], None]) -> SimulatedTransport:
         transport = SimulatedTransport(self, process, wake)
@@ -160,6 +161,7 @@ class KvNetwork:
         return transport
 
     def remove(self, endpoint: str) -> None:
+        self.died_at[endpoint] = self._fabric.timeline.now()
         self._transports.pop(endpoint, None)
 
     def carry(self, sender: Process, endpoint: str, message: Message) -> None:

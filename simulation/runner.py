@@ -11,6 +11,7 @@ from simulation.cluster import Cluster
 from simulation.eventlog import EventLog
 from simulation.oracle import Violation
 from simulation.scenario import draw
+from simulation.wire import KINDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +23,15 @@ class Outcome:
     problem: str | None
     counts: Counter[str]
     log: list[str]
+    kind: str = ""
 
     def __str__(self) -> str:
         if self.problem is None:
             return f"seed {self.seed}: right, after {self.events} events"
-        return f"seed {self.seed}: {self.problem}\n  replay it with: python -m simulation --seed {self.seed} --log"
+        kind = f" --kind {self.kind}" if self.kind else ""
+        return (
+            f"seed {self.seed}: {self.problem}\n  replay it with: python -m simulation --seed {self.seed} --log{kind}"
+        )
 
 
 @dataclass(slots=True)
@@ -57,14 +62,14 @@ class Report:
         return "\n".join(lines)
 
 
-def simulate(seed: int, *, log: bool = False) -> Outcome:
-    """Run one seed's scenario. Prints how to replay it if it fails."""
+def simulate(seed: int, *, log: bool = False, kind: str = "") -> Outcome:
+    """Run one seed's scenario, one of `simulation.wire` where `kind` names it. Prints how to replay it if it fails."""
     events = EventLog(log)
     cluster: Cluster | None = None
     problem: str | None = None
     with events.product():
         try:
-            cluster = Cluster(draw(seed), events)
+            cluster = Cluster(KINDS[kind](seed) if kind else draw(seed), events)
             cluster.run()
         except Violation as violation:
             problem = str(violation)
@@ -73,17 +78,17 @@ def simulate(seed: int, *, log: bool = False) -> Outcome:
             if log:
                 raise
     counts = cluster.counts if cluster is not None else Counter()
-    outcome = Outcome(seed, cluster.events if cluster is not None else 0, problem, counts, events.lines)
+    outcome = Outcome(seed, cluster.events if cluster is not None else 0, problem, counts, events.lines, kind)
     if problem is not None:
         print(outcome, flush=True)
     return outcome
 
 
-def run(seeds: Iterable[int]) -> Report:
+def run(seeds: Iterable[int], kind: str = "") -> Report:
     """Run many seeds, one after the other."""
     report = Report()
     started_at = time.perf_counter()
     for seed in seeds:
-        report.add(simulate(seed))
+        report.add(simulate(seed, kind=kind))
     report.wall_s = time.perf_counter() - started_at
     return report

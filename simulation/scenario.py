@@ -31,6 +31,7 @@ class FaultKind(StrEnum):
     LEAVE = "leave"  # a process is told to end, ends once it is done, and starts again later
 
 
+_OF_THE_NETWORK = (FaultKind.PART, FaultKind.SLOW)
 _OF_ANYBODY = (FaultKind.CRASH, FaultKind.FREEZE, FaultKind.LEAVE)  # those that also strike routers
 
 
@@ -45,11 +46,12 @@ class Fault:
     duration_s: float
     death: Death
     patience_s: float = 0.3  # how long one that leaves waits for what it has
+    again_after_s: float = 0.0  # a freeze comes once more, so long after its end
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """All of it. `calm`: nothing fails, so nothing may be noticed either."""
+    """All of it. `calm`: nothing happens but what everybody can bear, so nobody may notice anything either."""
 
     seed: int
     calm: bool
@@ -63,11 +65,19 @@ class Scenario:
     late_jobs: tuple[JobPlan, ...]  # begin when all faults are over, and must succeed
     faults: tuple[Fault, ...]
 
+    @property
+    def sound_wire(self) -> bool:
+        """Whether everything that is sent on the KV wire arrives, once, whole and in order."""
+        wire = self.conditions
+        harm = wire.lost or wire.doubled or wire.damaged or wire.late or wire.delay_s[0] < wire.delay_s[1]
+        return not harm and not any(fault.kind in _OF_THE_NETWORK for fault in self.faults)
 
-def draw(seed: int) -> Scenario:
-    """The scenario of a seed."""
+
+def draw(seed: int, calm: bool | None = None) -> Scenario:
+    """The scenario of a seed. `calm`: choose that much of it."""
     rng, more = random.Random(seed), random.Random(f"more {seed}")
-    calm = rng.random() < _CALM_SHARE
+    drawn_calm = rng.random() < _CALM_SHARE
+    calm = drawn_calm if calm is None else calm
     block_tokens = rng.choice((2, 4, 8))
     longest = rng.choice((24, 48, 72))
     workers = _coloured(more, _workers(rng, block_tokens, longest, calm))

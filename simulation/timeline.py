@@ -61,6 +61,7 @@ class Process:
         self.name = name
         self.alive = True
         self.frozen = False
+        self.resumed_at = 0.0
         self.check: Callable[[str], None] = lambda label: None
         self.wires: list[Any] = []  # its open connections
         self._held: list[Event] = []
@@ -84,6 +85,7 @@ class Process:
     def resume(self) -> None:
         """As SIGCONT: everything that came meanwhile happens now."""
         self.frozen = False
+        self.resumed_at = self.timeline.now()
         held, self._held = self._held, []
         for event in held:
             self.at(self.timeline.now(), event.label, event.call, event.detail)

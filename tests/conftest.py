@@ -6,7 +6,6 @@ from hypothesis import HealthCheck, settings
 import deploy  # noqa: F401  first of all: what it sets, gRPC reads when it is imported
 from support.checkpoints import TinyShape, write_small_checkpoint, write_tiny_checkpoint
 from support.length import times
-from support.seeds import Seeds
 
 # How long an example takes says nothing on a machine that others use too.
 settings.register_profile(
@@ -17,7 +16,6 @@ settings.load_profile("pdserve")
 
 def pytest_addoption(parser):
     parser.addoption("--repeat", type=int, default=1, help="run each test so many times, to find flakes")
-    parser.addoption("--seed", type=int, default=None, help="run simulations under this seed only")
 
 
 def pytest_generate_tests(metafunc):
@@ -25,21 +23,6 @@ def pytest_generate_tests(metafunc):
     if count > 1:
         metafunc.fixturenames.append("_repetition")
         metafunc.parametrize("_repetition", range(count))
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item, call):
-    report = yield
-    seeds = getattr(item, "funcargs", {}).get("seeds")
-    if report.failed and seeds is not None and seeds.current is not None:
-        report.sections.append(("replay", f"python -m pytest '{item.nodeid}' --seed {seeds.current}"))
-    return report
-
-
-@pytest.fixture
-def seeds(request):
-    """The seeds to simulate; a failure shows the command that replays it."""
-    return Seeds(request.config.getoption("--seed"))
 
 
 @pytest.fixture(scope="session")

@@ -37,7 +37,8 @@ def still_running(processes):
 def runtime_dir():
     path = Path(tempfile.mkdtemp(prefix="pdc-", dir="/tmp"))
     yield path
-    pdserve("down", "--runtime-dir", path)
+    if any(path.iterdir()):  # else nothing was started, or nothing is left of it
+        pdserve("down", "--runtime-dir", path)
     shutil.rmtree(path, ignore_errors=True)
 
 

@@ -1,6 +1,7 @@
 """Drills fail where they must: each intentional defect is found, and the verdict says what it did to the clients."""
 
 import pickle
+from dataclasses import replace
 
 import pytest
 
@@ -23,6 +24,8 @@ from support.drills import SMALL, Quiet
 from worker.control import Control
 from worker.spec import WorkerSpec
 
+# Streams that a defect leaves without an end are waited for until then.
+IMPATIENT = replace(SMALL, request_timeout_s=6.0)
 CASES = [
     ("fence", "kill-router", ("lost", "repeated", "changed")),  # as both attempts' tokens happen to mix
     ("free-early", "cancel-storm", ("changed",)),
@@ -37,7 +40,7 @@ def test_a_defect_is_found(small_checkpoint, defect, name, figures):
     (drill,) = find(name)
     config = cluster_config("", small_checkpoint, prefill=1, decode=2, routers=2)
     with OwnClusters(config, Quiet(), defect) as clusters:
-        verdict = hold(drill, clusters, SMALL, References(), Quiet()).verdict
+        verdict = hold(drill, clusters, IMPATIENT, References(), Quiet()).verdict
     assert verdict.status is Status.FAIL
     assert any(getattr(verdict, figure) for figure in figures), verdict.reasons
     assert verdict.leaked_blocks == 0
