@@ -1,8 +1,8 @@
 """The pdserve command.
 
 Exit codes: 0 done, 1 it failed (the cluster, a request, or nobody reads the output any more), 2 a setting or argument
-is wrong, 130 Ctrl-C, 143 SIGTERM while a cluster starts. One clear line each time. Output goes to stdout, all else to
-stderr; with --json stdout has JSON only.
+is wrong, 130 Ctrl-C, 129 and 143 SIGHUP and SIGTERM while a cluster starts. One clear line each time. Output goes to
+stdout, all else to stderr; with --json stdout has JSON only.
 """
 
 from __future__ import annotations
