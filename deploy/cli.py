@@ -108,7 +108,7 @@ def up(
         "transfer": {"mode": transfer},
         "router": {"grpc_port": port},
     }
-    settings = _absolute(_config(config, flags))
+    settings = _config(config, flags)
     if detach:
         _start_detached(settings, sys.argv[1:], json_output)
     else:
@@ -282,6 +282,7 @@ def run_cluster(config: Config, json_output: bool, under_test: UnderTest | None 
         if not json_output:
             _out.print(f"starting {stage} ...")
 
+    config = _absolute(config)
     logs.configure(config.logging.level, "up")
     if not json_output:
         _print_config(config)
