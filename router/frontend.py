@@ -42,6 +42,8 @@ from router.validation import GenerateParams
 
 _log = logs.logger("front")
 
+_MAX_ERROR_BYTES = 1_000  # thrice that much as it is sent, and gRPC takes 8 KiB of all metadata
+
 _FINISH_REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
@@ -275,11 +277,17 @@ def _worker_status(worker: WorkerStatus) -> pb.WorkerStatus:
 # Errors, to gRPC's.
 
 
+def _cut(text: str) -> str:
+    """A text as long as a status may be. Clients refuse a longer one, and texts may repeat what a client sent."""
+    encoded = text.encode()
+    return text if len(encoded) <= _MAX_ERROR_BYTES else encoded[:_MAX_ERROR_BYTES].decode(errors="ignore") + " ..."
+
+
 async def _abort(context: grpc.aio.ServicerContext, error: PdserveError) -> None:
     """End the call with the error's status and details. Does not return."""
-    status = status_pb2.Status(code=code_pb2.Code.Value(error.code), message=str(error))
+    status = status_pb2.Status(code=code_pb2.Code.Value(error.code), message=_cut(str(error)))
     if isinstance(error, InvalidArgument):
-        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.problem)
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=_cut(error.problem))
         status.details.append(_pack(error_details_pb2.BadRequest(field_violations=[violation])))
     if isinstance(error, ResourceExhausted):
         delay = duration_pb2.Duration()

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.metadata
 import os
 import secrets
 from collections.abc import AsyncIterator
+from importlib.metadata import version
 from pathlib import Path
 
 import grpc
@@ -34,6 +34,7 @@ from router.text import Tokenizer
 
 _log = logs.logger("router")
 
+_VERSION = version("pdserve")  # read once: a process short of descriptors can still say how it is
 _SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 _HEALTH_SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _SERVER_OPTIONS = (
@@ -202,7 +203,7 @@ class Router:
 
     def status(self) -> RouterStatus:
         return RouterStatus(
-            version=importlib.metadata.version("pdserve"),
+            version=_VERSION,
             model=self.model,
             grpc_address=self.grpc_address,
             session_address=self.session_address,

@@ -5,10 +5,11 @@
         └──another model or version, no hello in time───────────────────────────────►
 
 Whoever carries it: takes messages while there are any; brings those that come; calls `tick` when `next_deadline` has
-come; ends the stream when the session is `over`; and says how the stream ended. It looks whenever `wake` is called.
+come; ends the stream when the session is `over`; and says when the stream has ended. It looks whenever `wake` is
+called.
 
 How a session ended decides whether a request on that worker may have crashed it, and here alone that is decided: not
-where the worker closed its side in order; else its crash report tells; and where nobody can read that, it may have.
+where the worker said goodbye; else its crash report tells; and where nobody can read that, it may have.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 from typing import Final, Protocol
 
 from pdserve import logs
@@ -50,13 +50,6 @@ class WorkerSessionEvents(Protocol):
     def terminal(self, worker: str, owner: Owner, outcome: Finish | PdserveError | None, epoch: int) -> None: ...
 
 
-class StreamEnd(Enum):
-    """How a stream ended, as far as who carried it can tell."""
-
-    FINISHED = "the worker ended its session"  # it closed its side: it had said all
-    BROKEN = "its session broke"  # from whichever side, or between
-
-
 @dataclass(frozen=True, slots=True)
 class SessionTerms:
     """What a router offers every worker. `router`: its incarnation; `model`: the only one it takes."""
@@ -88,6 +81,7 @@ class WorkerSession:
         self._wake = wake
         self._outbox: Outbox[pb.RouterMessage] = Outbox(max_unsent)
         self._joined = False
+        self._said_goodbye = False
         self._hello_by = clock.now() + _HELLO_TIMEOUT_S
         self._renew_at = math.inf
 
@@ -142,7 +136,7 @@ class WorkerSession:
         self._renew_at = now + self._terms.renew_interval_ms / 1000
         self.send(pb.RouterMessage(renew=pb.Renew()))
 
-    def ended(self, end: StreamEnd, crash_report: str | None) -> None:
+    def ended(self, crash_report: str | None) -> None:
         """The stream is gone. `crash_report`: what the worker's process left, as pdserve.crash_report reads it."""
         self.over = True
         if not self._joined:
@@ -150,8 +144,9 @@ class WorkerSession:
         if self.problem:
             self._events.worker_left(self, self.problem, crashed=False)
             return
-        crashed = bool(crash_report) if end is StreamEnd.FINISHED else crash_report != ""
-        reason = f"{end.value}: {crash_report}" if crash_report else end.value
+        crashed = bool(crash_report) if self._said_goodbye else crash_report != ""
+        end = "the worker ended its session" if self._said_goodbye else "its session broke"
+        reason = f"{end}: {crash_report}" if crash_report else end
         self._events.worker_left(self, reason, crashed)
 
     def _join(self, message: pb.WorkerMessage) -> None:
@@ -196,6 +191,8 @@ class WorkerSession:
                 owner = convert.owner_from_proto(message.terminal.owner)
                 outcome = convert.terminal_from_proto(message.terminal)
                 events.terminal(worker, owner, outcome, message.terminal.epoch)
+            case "goodbye":
+                self._said_goodbye = True
             case unexpected:
                 raise ProtocolError(f"unexpected message {unexpected} from {worker}")
 

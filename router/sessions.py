@@ -15,10 +15,7 @@ from pdserve import crash_report
 from pdserve.clock import Clock
 from pdserve.rpc import cluster_pb2 as pb
 from pdserve.rpc.cluster_pb2_grpc import ClusterServicer
-from router.session import SessionTerms, StreamEnd, WorkerSession, WorkerSessionEvents
-
-# A lost connection may look like a side that was closed in order, until this handler is cancelled a moment later.
-_CERTAIN_S = 0.05
+from router.session import SessionTerms, WorkerSession, WorkerSessionEvents
 
 
 class Sessions(ClusterServicer):
@@ -44,21 +41,19 @@ class Sessions(ClusterServicer):
             asyncio.create_task(self._write(session, context, to_send)),
             asyncio.create_task(self._watch(session, reader, to_see)),
         ]
-        end = StreamEnd.BROKEN
         try:
             await reader
-            await asyncio.sleep(_CERTAIN_S)
-            end = StreamEnd.FINISHED
         except asyncio.CancelledError:
             if _being_cancelled():
                 raise
         finally:
             for task in (reader, *helpers):
                 task.cancel()
-            session.ended(end, _report_of(session))
+            broken = session.over
+            session.ended(_report_of(session))
         if session.problem:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, session.problem)
-        elif end is StreamEnd.BROKEN:
+        elif broken:
             await context.abort(grpc.StatusCode.CANCELLED, "the router has ended the worker's Session stream")
 
     async def _read(self, session: WorkerSession, messages: AsyncIterator[pb.WorkerMessage]) -> None:

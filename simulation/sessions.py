@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from pdserve.types import WorkerInfo
 from router.control import Control as RouterControl
-from router.session import SessionTerms, StreamEnd, WorkerSession
+from router.session import SessionTerms, WorkerSession
 from simulation.network import Fabric, Wire
 from simulation.oracle import Violation
 from simulation.timeline import Process
@@ -85,7 +85,7 @@ class End:
         if self._gone:
             return
         if self.session.over:
-            self.process.after(0.0, "session over", lambda: self.end(StreamEnd.BROKEN))
+            self.process.after(0.0, "session over", self.end)
             return
         peer, room = self.other.process, self._fabric.conditions.max_unsent
         while self.wire.unread[peer] < room and (message := self.session.take()) is not None:
@@ -97,12 +97,12 @@ class End:
             self._turn(partial(self.session.on_message, message))
             self.look()
 
-    def end(self, how: StreamEnd) -> None:
+    def end(self) -> None:
         """The stream has ended, or is ended from this side."""
         if not self._gone:
             self._gone = True
             self.wire.close(self.process)
-            self._ended(how)
+            self._ended()
 
     def _plan_tick(self) -> None:
         due_at = self.session.next_deadline()
@@ -120,7 +120,7 @@ class End:
         """Call into what one thread of the process owns."""
         raise NotImplementedError
 
-    def _ended(self, how: StreamEnd) -> None:
+    def _ended(self) -> None:
         raise NotImplementedError
 
 
@@ -153,12 +153,12 @@ class WorkerEnd(End):
             sender.after(0.0, "timer", end.look)
 
     def _closed(self, at: Process) -> None:
-        (self if at is self.process else self.other).end(StreamEnd.BROKEN)
+        (self if at is self.process else self.other).end()
 
     def _turn(self, call: Callable[[], None]) -> None:
         self._worker.threads.control_turn(call)
 
-    def _ended(self, how: StreamEnd) -> None:
+    def _ended(self) -> None:
         self._worker.counts["outbox full"] += self.session.over and self.session.unsent > 0
         self._turn(self.session.ended)
         self._worker.session_over(self)
@@ -180,15 +180,15 @@ class RouterEnd(End):
         """The worker has closed its side, in order: nobody may be suspected of a crash."""
         entries = self._control.dispatch._requests.values()
         suspicions = [(entry.suspicion, entry.suspicion.crashes) for entry in entries]
-        self.end(StreamEnd.FINISHED)
+        self.end()
         if any(suspicion.crashes > crashes for suspicion, crashes in suspicions):
             raise Violation(f"{self._worker.process.name} left in order, and requests are suspected of a crash")
 
     def _turn(self, call: Callable[[], None]) -> None:
         call()
 
-    def _ended(self, how: StreamEnd) -> None:
-        self.session.ended(how, self._worker.crash_report)
+    def _ended(self) -> None:
+        self.session.ended(self._worker.crash_report)
 
 
 def outbox_limit(fabric: Fabric) -> int:

@@ -5,10 +5,13 @@ from hypothesis import HealthCheck, settings
 
 import deploy  # noqa: F401  first of all: what it sets, gRPC reads when it is imported
 from support.checkpoints import TinyShape, write_small_checkpoint, write_tiny_checkpoint
+from support.length import times
 from support.seeds import Seeds
 
 # How long an example takes says nothing on a machine that others use too.
-settings.register_profile("pdserve", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "pdserve", deadline=None, max_examples=times(100), suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("pdserve")
 
 
@@ -52,6 +55,13 @@ def llama(tmp_path_factory):
     return write_tiny_checkpoint(tmp_path_factory.mktemp("llama"), "llama", shape=shape)
 
 
-def pytest_collection_modifyitems(items):
-    """tests/cluster comes last: its cluster lives from then on, and a process can hold only one."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Tests that start a cluster are one group, which `--dist loadgroup` keeps in one process: one cluster runs at a
+    time. tests/cluster comes last of them: its cluster lives from then on, and a process can hold only one."""
+    for item in items:
+        if item.get_closest_marker("cluster"):
+            item.add_marker(pytest.mark.xdist_group("cluster"))
     items.sort(key=lambda item: item.path.parent.name == "cluster")
+    if hasattr(config, "workerinput"):  # one of several processes: the group takes longest, so one begins with it
+        items.sort(key=lambda item: item.get_closest_marker("cluster") is None)

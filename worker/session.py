@@ -3,7 +3,7 @@
 
     hello sent ──welcome──► open ──silence, full outbox──► over ──stream ended──► ended
         └────────no welcome─────────────────────────────────▲
-                              └──finish──► finishing: what is in the outbox still leaves
+                              └──finish──► finishing: what is in the outbox still leaves, goodbye last
 
 The stream is the membership. Once it has ended, `session_ended` is told, and all that this router's owners hold must be
 dropped; nothing is kept for a router that is not there.
@@ -97,6 +97,7 @@ class RouterSession:
             self.over = True
             self._wake()
         elif not self.over:
+            self.send(pb.WorkerMessage(goodbye=pb.Goodbye()))
             self._finishing = True
             self._silent_at = self._clock.now() + _FINISH_TIMEOUT_S
             self._load_at = math.inf

@@ -16,6 +16,7 @@ from pdserve.client.channel import (
     DEFAULT_TIMEOUT_S,
     UNARY_TIMEOUT_S,
     address_list,
+    bounded,
     checked_timeout,
     own_errors,
 )
@@ -107,7 +108,7 @@ class AsyncClient:
         return await self.generate(prompt, timeout_s=timeout_s, **options).read()
 
     async def abort(self, request_id: str, *, timeout_s: float = UNARY_TIMEOUT_S) -> None:
-        request = abort_request(request_id)
+        request, timeout_s = abort_request(request_id), bounded(timeout_s)
         deadline = self._clock.now() + timeout_s
         if self._routers.has_others and await self._abort_anywhere(request, timeout_s):
             return
@@ -128,6 +129,7 @@ class AsyncClient:
     async def _ask(self, method: str, request: Message, timeout_s: float) -> Any:
         """A call that may be made twice: where the current router is lost, it goes to the next one that serves, within
         `timeout_s` in all."""
+        timeout_s = bounded(timeout_s)
         deadline = self._clock.now() + timeout_s
         try:
             with own_errors():

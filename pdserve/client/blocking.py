@@ -17,6 +17,7 @@ from pdserve.client.channel import (
     DEFAULT_TIMEOUT_S,
     UNARY_TIMEOUT_S,
     address_list,
+    bounded,
     checked_timeout,
     error_from_rpc,
     own_errors,
@@ -108,7 +109,7 @@ class Client:
     def abort(self, request_id: str, *, timeout_s: float = UNARY_TIMEOUT_S) -> None:
         """End a request, whoever sent it, at whichever router. Its stream ends with Cancelled. Raises NotFound if none
         is in flight."""
-        request = abort_request(request_id)
+        request, timeout_s = abort_request(request_id), bounded(timeout_s)
         deadline = self._clock.now() + timeout_s
         if self._routers.has_others and self._abort_anywhere(request, timeout_s):
             return
@@ -129,6 +130,7 @@ class Client:
     def _ask(self, method: str, request: Message, timeout_s: float) -> Any:
         """A call that may be made twice: where the current router is lost, it goes to the next one that serves, within
         `timeout_s` in all."""
+        timeout_s = bounded(timeout_s)
         deadline = self._clock.now() + timeout_s
         try:
             with own_errors():

@@ -14,6 +14,7 @@ from pdserve.client.resume import ConnectionLost
 from pdserve.errors import InvalidArgument, PdserveError, ResourceExhausted, error_from_code
 
 DEFAULT_TIMEOUT_S: Final = 600.0  # of a generation
+LONGEST_TIMEOUT_S: Final = 365.0 * 24 * 3600  # whoever waits longer has no limit
 UNARY_TIMEOUT_S: Final = 10.0  # of the calls that only ask
 MAX_MESSAGE_BYTES: Final = 32 * 1024 * 1024  # received; what is sent, the router bounds
 
@@ -42,10 +43,18 @@ def address_list(addresses: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def checked_timeout(timeout_s: float | None) -> float | None:
-    """A generation's time limit. Raises InvalidArgument where nothing could be generated in it."""
-    if timeout_s is not None and not timeout_s > 0:
+    """A generation's time limit; None where it is so long that it is none. Raises InvalidArgument where nothing could
+    be generated in it."""
+    if timeout_s is None:
+        return None
+    if not timeout_s > 0:
         raise InvalidArgument("timeout_s", f"must be above 0, or None for no limit, not {timeout_s:g}")
-    return timeout_s
+    return timeout_s if timeout_s <= LONGEST_TIMEOUT_S else None
+
+
+def bounded(timeout_s: float) -> float:
+    """A time limit that gRPC can count: it takes one of some centuries for one that has passed."""
+    return min(timeout_s, LONGEST_TIMEOUT_S)
 
 
 @contextmanager

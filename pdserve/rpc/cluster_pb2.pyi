@@ -8,20 +8,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("hello", "load", "ticket", "tokens", "terminal", "local_prefill")
+    __slots__ = ("hello", "load", "ticket", "tokens", "terminal", "local_prefill", "goodbye")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     TERMINAL_FIELD_NUMBER: _ClassVar[int]
     LOCAL_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    GOODBYE_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     load: Load
     ticket: Ticket
     tokens: Tokens
     terminal: Terminal
     local_prefill: LocalPrefill
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., terminal: _Optional[_Union[Terminal, _Mapping]] = ..., local_prefill: _Optional[_Union[LocalPrefill, _Mapping]] = ...) -> None: ...
+    goodbye: Goodbye
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., terminal: _Optional[_Union[Terminal, _Mapping]] = ..., local_prefill: _Optional[_Union[LocalPrefill, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ...) -> None: ...
 
 class RouterMessage(_message.Message):
     __slots__ = ("welcome", "start_decode", "start_prefill", "abort", "renew", "sender_lost", "prefill_locally", "drain", "drain_noted")
@@ -272,6 +274,10 @@ class Token(_message.Message):
     logprob: float
     top: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TopLogprob]
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[_inference_pb2.TopLogprob, _Mapping]]] = ...) -> None: ...
+
+class Goodbye(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Terminal(_message.Message):
     __slots__ = ("owner", "finish_reason", "stop_token_id", "error_code", "error_message", "epoch")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -543,6 +544,11 @@ class TestRequest:
     def test_a_time_limit_in_which_nothing_can_happen_is_refused_here(self, client: Client, timeout_s: float) -> None:
         with pytest.raises(InvalidArgument, match="timeout_s: must be above 0"):
             client.generate("hi", timeout_s=timeout_s)
+
+    @pytest.mark.parametrize("timeout_s", [float("inf"), 1e10, sys.maxsize])
+    def test_an_endless_time_limit_is_none(self, client: Client, timeout_s: float) -> None:
+        assert client.complete("hi", timeout_s=timeout_s).text == "Hello"
+        assert client.server_info(timeout_s=timeout_s).version == "1"
 
     def test_a_string_may_name_several_routers(self, router: ScriptedRouter, patient: None) -> None:
         with Client(f"127.0.0.1:{unused_port()}, {router.address}") as client:

@@ -12,7 +12,7 @@ from deploy.ports import PortReservation
 from pdserve.client import AsyncClient, Client, resume
 from pdserve.client.resume import OpenCall
 from pdserve.config import RouterConfig
-from pdserve.errors import Cancelled, Unavailable
+from pdserve.errors import Cancelled, NotFound, Unavailable
 from pdserve.rpc import cluster_pb2 as pb
 from pdserve.rpc import convert, inference_pb2
 from pdserve.rpc.cluster_pb2_grpc import ClusterStub
@@ -137,6 +137,15 @@ def test_without_any_worker_a_request_ends_unavailable_and_health_says_so(small_
         assert not client.healthy()
         with pytest.raises(Unavailable, match="no worker has joined"):
             client.complete("Hello", timeout_s=10)
+
+
+@pytest.mark.parametrize("name", ["r" * 100_000, "é" * 50_000])
+def test_a_name_of_any_length_gets_its_own_status(small_checkpoint, name):
+    with RouterThread(small_checkpoint) as router, Client(router.router.grpc_address) as client:
+        with pytest.raises(NotFound, match="request_id"):
+            client.abort(name)
+        with pytest.raises(NotFound, match="worker_id"):
+            client.drain_worker(name)
 
 
 def test_a_late_goodbye_of_an_old_handler_spares_the_next_request_of_that_id(small_checkpoint):

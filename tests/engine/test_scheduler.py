@@ -9,6 +9,7 @@ from engine.blocks import BlockPool
 from engine.scheduler import Scheduler
 from engine.sequence import KVSource, Phase, Sequence
 from pdserve.types import Owner, SamplingParams
+from support.length import times
 
 
 class Outlet:
@@ -38,7 +39,7 @@ def run_plan(scheduler, pool, plan):
     pool.check_integrity()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=times(150), deadline=None)
 @given(
     jobs=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 30), st.booleans()), min_size=1, max_size=8),
     budget=st.integers(1, 70),

@@ -17,6 +17,7 @@ from kvtransfer.transports.memory import MemoryNetwork
 from pdserve.clock import ManualClock
 from pdserve.errors import TransferError
 from pdserve.logs import Logger
+from support.length import times
 
 LIMITS = CarriedLimits(min_bytes=4, answer_timeout_s=5.0, arrival_timeout_s=2.0, cooldown_s=10.0)
 
@@ -324,7 +325,7 @@ def test_disconnect_and_close_close_every_end_once() -> None:
     assert (pair.carrier.outlets_closed, pair.carrier.inlets_closed) == (1, 1)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=times(50), deadline=None)
 @given(
     st.binary(max_size=64)
     | st.lists(st.integers() | st.text() | st.binary(), max_size=6).map(

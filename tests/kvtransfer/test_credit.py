@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvtransfer.credit import CreditGranter, CreditSpender
 from pdserve.errors import InternalError, ProtocolError
+from support.length import times
 
 
 class CreditModel(RuleBasedStateMachine):
@@ -55,7 +56,7 @@ class CreditModel(RuleBasedStateMachine):
 
 
 TestCredit = CreditModel.TestCase
-TestCredit.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestCredit.settings = settings(max_examples=times(60), stateful_step_count=40, deadline=None)
 
 
 def test_doubled_and_older_totals_mint_nothing() -> None:

@@ -34,6 +34,7 @@ from pdserve.errors import Cancelled, DataLoss, FailedPrecondition, InternalErro
 from pdserve.kv_format import KVFormat
 from pdserve.types import SampledToken
 from support.kv_frames import COMMIT, FRAMES, ID, LAYER, LIST, OPEN, PAYLOAD
+from support.length import times
 
 
 def seal(header: Any) -> bytes:
@@ -263,7 +264,7 @@ def test_largest_commit_and_nack_fit_the_header() -> None:
     assert decode(encode(nack)).frame == nack
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=times(300), deadline=None)
 @given(st.lists(st.binary(max_size=200), max_size=3))
 def test_decode_of_any_bytes_raises_only_frame_errors(parts: list[bytes]) -> None:
     for message in (parts, [seal(part) for part in parts]):
@@ -297,7 +298,7 @@ def test_header_that_declares_more_than_it_holds_allocates_no_more_than_the_limi
         tracemalloc.stop()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=times(200), deadline=None)
 @given(st.lists(st.integers(0, 255), min_size=1, max_size=4), st.integers(1, 30_000))
 def test_repeated_bytes_of_any_kind_stay_below_the_limit(pattern: list[int], times: int) -> None:
     message = [seal(bytes(pattern) * times)]
@@ -310,7 +311,7 @@ def test_repeated_bytes_of_any_kind_stay_below_the_limit(pattern: list[int], tim
         tracemalloc.stop()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=times(300), deadline=None)
 @given(st.sampled_from(FRAMES), st.data())
 def test_damaged_message_leaves_its_bytes_untouched(case: tuple[Frame, bytes | None], data: st.DataObject) -> None:
     parts = [bytearray(part) for part in encode(*case)]
@@ -327,7 +328,7 @@ _SCALARS = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.flo
 _VALUES = st.recursive(_SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=times(400), deadline=None)
 @given(st.sampled_from(FRAMES), st.data())
 def test_decode_of_a_changed_header_raises_only_frame_errors(
     case: tuple[Frame, bytes | None], data: st.DataObject

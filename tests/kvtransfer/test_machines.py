@@ -34,6 +34,7 @@ from pdserve.config import TransferConfig
 from pdserve.errors import Cancelled, InternalError, TransferError
 from pdserve.kv_format import KVFormat
 from pdserve.types import SampledToken
+from support.length import times
 
 ID = b"t" * 16
 LAYOUT = KVFormat(2, 1, 4, "float32")  # 32 bytes a token and layer
@@ -43,7 +44,7 @@ FRAME_BYTES = 5 * ROW
 TIMING = Timing(ttl_s=5.0, probe_s=0.5, deadline_s=40.0)
 TOKENS = (SampledToken(7),)
 GIVE_UP = Cancelled("the client went away")
-SETTINGS = settings(max_examples=100, stateful_step_count=40, deadline=None)
+SETTINGS = settings(max_examples=times(100), stateful_step_count=40, deadline=None)
 
 layers = st.integers(0, LAYOUT.layer_count - 1)
 ranges = st.tuples(st.integers(START, STOP - 1), st.integers(1, STOP)).map(lambda p: (p[0], min(STOP, p[0] + p[1])))

@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvtransfer.transports.carrier import PayloadLost
 from kvtransfer.transports.shared import SharedInlet, SharedOutlet
 from pdserve.errors import TransferError
+from support.length import times
 
 RING = 1000
 
@@ -220,7 +221,7 @@ def test_sealed_memory_cannot_shrink_below_a_reader() -> None:
     outlet.close()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=times(200), deadline=None)
 @given(st.lists(st.binary(max_size=20) | st.binary(min_size=16, max_size=16), max_size=8))
 def test_no_descriptor_reaches_beyond_the_ring(parts: list[bytes]) -> None:
     outlet = SharedOutlet(RING)
@@ -303,4 +304,4 @@ class Ring(RuleBasedStateMachine):
 
 
 TestRing = Ring.TestCase
-TestRing.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestRing.settings = settings(max_examples=times(60), stateful_step_count=40, deadline=None)

@@ -12,7 +12,7 @@ from pdserve.errors import PdserveError
 from pdserve.rpc import cluster_pb2 as pb
 from pdserve.rpc import convert
 from pdserve.types import Finish, Load, ModelLimits, Owner, Role, SampledToken, Ticket, WorkerInfo
-from router.session import SessionTerms, StreamEnd, WorkerSession
+from router.session import SessionTerms, WorkerSession
 
 INFO = WorkerInfo("decode-0", "decode-0-a", Role.DECODE, 1, "h", "ipc://x", "print", "m", ModelLimits(100, 99, 99))
 TERMS = SessionTerms("router-a", "m", renew_interval_ms=250, timeout_ms=1_500)
@@ -64,8 +64,8 @@ class Bed:
     def join(self, info: WorkerInfo = INFO) -> None:
         self.session.on_message(pb.WorkerMessage(hello=convert.worker_to_hello(info)))
 
-    def end(self, end: StreamEnd, crash_report: str | None) -> tuple[Any, ...]:
-        self.session.ended(end, crash_report)
+    def end(self, crash_report: str | None) -> tuple[Any, ...]:
+        self.session.ended(crash_report)
         return self.told[-1]
 
 
@@ -94,7 +94,7 @@ def test_who_makes_no_sense_is_refused_and_never_was_a_member(bed: Bed, first: p
     bed.session.on_message(first)
     assert bed.session.over
     assert word in bed.session.problem
-    bed.session.ended(StreamEnd.BROKEN, None)
+    bed.session.ended(None)
     assert bed.told == []
 
 
@@ -131,7 +131,7 @@ def test_what_must_not_come_ends_it_and_is_no_crash(bed: Bed) -> None:
     bed.join()
     bed.join()
     assert bed.session.over
-    assert bed.end(StreamEnd.BROKEN, None) == ("left", f"unexpected message hello from {INFO.incarnation}", False)
+    assert bed.end(None) == ("left", f"unexpected message hello from {INFO.incarnation}", False)
 
 
 def test_a_worker_that_reads_too_slowly_loses_it(bed: Bed) -> None:
@@ -139,7 +139,7 @@ def test_a_worker_that_reads_too_slowly_loses_it(bed: Bed) -> None:
     for _ in range(MAX_UNSENT):
         bed.session.send(pb.RouterMessage(renew=pb.Renew()))
     assert bed.session.over
-    assert bed.end(StreamEnd.BROKEN, "") == ("left", BROKE, False)
+    assert bed.end("") == ("left", BROKE, False)
 
 
 def test_once_it_is_closed_nothing_that_comes_is_heard(bed: Bed) -> None:
@@ -153,19 +153,21 @@ def test_once_it_is_closed_nothing_that_comes_is_heard(bed: Bed) -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "crash_report", "reason", "crashed"),
+    ("goodbye", "crash_report", "reason", "crashed"),
     [
-        (StreamEnd.FINISHED, "", LEFT, False),
-        (StreamEnd.FINISHED, None, LEFT, False),
-        (StreamEnd.FINISHED, "Fatal Python error", f"{LEFT}: Fatal Python error", True),
-        (StreamEnd.BROKEN, "", BROKE, False),
-        (StreamEnd.BROKEN, None, BROKE, True),
-        (StreamEnd.BROKEN, "Fatal Python error", f"{BROKE}: Fatal Python error", True),
+        (True, "", LEFT, False),
+        (True, None, LEFT, False),
+        (True, "Fatal Python error", f"{LEFT}: Fatal Python error", True),
+        (False, "", BROKE, False),
+        (False, None, BROKE, True),
+        (False, "Fatal Python error", f"{BROKE}: Fatal Python error", True),
     ],
     ids=["left", "left-no-report", "left-crashed", "killed", "broke-no-report", "crashed"],
 )
 def test_a_worker_has_crashed_if_its_report_says_so_or_it_broke_off_and_nobody_can_tell(
-    bed: Bed, end: StreamEnd, crash_report: str | None, reason: str, crashed: bool
+    bed: Bed, goodbye: bool, crash_report: str | None, reason: str, crashed: bool
 ) -> None:
     bed.join()
-    assert bed.end(end, crash_report) == ("left", reason, crashed)
+    if goodbye:
+        bed.session.on_message(pb.WorkerMessage(goodbye=pb.Goodbye()))
+    assert bed.end(crash_report) == ("left", reason, crashed)

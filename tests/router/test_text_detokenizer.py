@@ -18,6 +18,7 @@ from pdserve.errors import ConfigError
 from router.text import Detokenizer, StopStrings, Tokenizer
 from router.text.decoders import MAX_HELD_BYTES, token_bytes
 from support import small_tokenizers
+from support.length import times
 
 UNKNOWN_ID = 10_000_000
 
@@ -77,7 +78,7 @@ def cut_at_random(ids: list[int], rng: random.Random) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=times(150))
 @given(data=st.data(), rng=st.randoms())
 def test_any_ids_in_any_cut_give_the_whole_decode(
     shapes: dict[str, Tokenizer], shape: str, data: st.DataObject, rng: random.Random
@@ -173,7 +174,7 @@ def test_text_of_every_script_comes_back_token_by_token(shapes: dict[str, Tokeni
 
 
 @pytest.mark.embedded
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=times(150))
 @given(data=st.data(), rng=st.randoms())
 def test_embedded_model_any_ids_in_any_cut_give_the_whole_decode(
     embedded: Tokenizer, data: st.DataObject, rng: random.Random
@@ -183,7 +184,7 @@ def test_embedded_model_any_ids_in_any_cut_give_the_whole_decode(
 
 
 @pytest.mark.embedded
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=times(200))
 @given(st.text(max_size=30))
 def test_embedded_model_any_text_comes_back_token_by_token(embedded: Tokenizer, text: str) -> None:
     ids = embedded.encode(text)

@@ -15,6 +15,7 @@ from model.embedded import embedded_model_directory
 from pdserve.errors import ConfigError
 from router.text import Tokenizer
 from support import small_tokenizers
+from support.length import times
 
 CONFIGS = [
     {},
@@ -62,7 +63,7 @@ def embedded_pair() -> tuple[Tokenizer, PreTrainedTokenizerFast]:
 
 
 @pytest.mark.embedded
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=times(100))
 @given(text=st.text(max_size=60) | st.sampled_from(small_tokenizers.SAMPLES))
 def test_embedded_model_ids_equal_transformers(
     embedded_pair: tuple[Tokenizer, PreTrainedTokenizerFast], text: str

@@ -18,7 +18,7 @@ from pdserve.client.stream import StreamFold
 from prefill_worker.role import PrefillRole
 from router.generation import OutputText
 from router.in_flight import Attempt
-from router.session import StreamEnd, WorkerSession
+from router.session import WorkerSession
 from router.suspicion import Suspicion
 from simulation import simulate
 from simulation.executor import TagStore
@@ -139,8 +139,9 @@ def _leave_is_a_crash(patch: pytest.MonkeyPatch) -> None:
     """A router takes a worker that closed its session in order for one that may have crashed."""
     ended = WorkerSession.ended
 
-    def suspicious(self: WorkerSession, end: StreamEnd, crash_report: str | None) -> None:
-        ended(self, StreamEnd.BROKEN, None)
+    def suspicious(self: WorkerSession, crash_report: str | None) -> None:
+        self._said_goodbye = False
+        ended(self, None)
 
     patch.setattr(WorkerSession, "ended", suspicious)
 

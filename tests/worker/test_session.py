@@ -151,7 +151,7 @@ def test_it_leaves_in_order_when_all_is_said(bed: Bed) -> None:
     bed.session.send(report())
     bed.session.on_message(pb.RouterMessage(abort=pb.Abort()))
     assert not bed.session.said_all
-    assert bed.sent() == ["terminal"]
+    assert bed.sent() == ["terminal", "goodbye"]
     assert bed.session.said_all
     bed.pass_time(0.9)
     assert not bed.session.over

@@ -21,6 +21,7 @@
  */
 
 #define SCORE_STRIDE (SEGMENT_TOKENS + PANEL) /* no power of two: rows would fall on each other in the nearest cache */
+#define WEIGHT_STRIDE (SEGMENT_TOKENS + LINE / OPERAND_BYTES) /* whole lines, and an odd number of them */
 #define STATE_STRIDE(value_dim) (ROW_PAD + (value_dim)) /* a row's state: maximum, sum, padding, weighted V */
 
 /* The largest of a row's scores [0, valid). */
@@ -109,7 +110,7 @@ static void ATTEND(finish)(const struct attention_task *task, float *states, flo
 struct ATTEND(scratch) {
     char *query;   /* operand [rows][key_dim] */
     float *scores; /* [a block's rows][SCORE_STRIDE] */
-    char *weights; /* operand [a block's rows][SCORE_STRIDE]; where that is float32, the scores' own memory */
+    char *weights; /* operand [a block's rows][WEIGHT_STRIDE]; where that is float32, the scores' own memory */
     float *states; /* [rows][STATE_STRIDE] */
     float *next;   /* the same, of the segment that is merged */
     float *row;    /* [value_dim] */
@@ -130,7 +131,7 @@ static struct ATTEND(scratch) ATTEND(divide)(char *memory, int64_t head_dim, int
     parts.query = memory + used, used += rounded_up(rows * key_dim * OPERAND_BYTES, LINE);
     parts.scores = (float *)(memory + used), used += score_bytes;
     parts.weights = OPERAND_BYTES == 4 ? (char *)parts.scores : memory + used;
-    used += OPERAND_BYTES == 4 ? 0 : block_rows * SCORE_STRIDE * OPERAND_BYTES;
+    used += OPERAND_BYTES == 4 ? 0 : block_rows * WEIGHT_STRIDE * OPERAND_BYTES;
     parts.states = (float *)(memory + used), used += state_bytes;
     parts.next = (float *)(memory + used), used += state_bytes;
     parts.row = (float *)(memory + used), used += value_dim * 4;
@@ -265,10 +266,10 @@ static void ATTEND(attend_block)(const struct attention_task *task, const struct
         states[row * stride + 1] = ATTEND(weigh)(
             scratch->scores + row * SCORE_STRIDE, tokens_seen(task, token + row / group, segment->first, segment->count),
             rounded_up(k, PARTS), states[row * stride], task->factor,
-            scratch->weights + row * SCORE_STRIDE * OPERAND_BYTES);
+            scratch->weights + row * WEIGHT_STRIDE * OPERAND_BYTES);
     const struct panels narrow = {segment->values, TILE_TOKENS, k, panel_bytes, value_dim / PANEL, NULL};
     const struct panels wide = {segment->values, SEGMENT_TOKENS, k, SEGMENT_TOKENS * PANEL * 4, value_dim / PANEL, NULL};
-    ATTEND(project)(segment->wide, scratch->weights, SCORE_STRIDE, rows, segment->wide ? &wide : &narrow,
+    ATTEND(project)(segment->wide, scratch->weights, WEIGHT_STRIDE, rows, segment->wide ? &wide : &narrow,
                     states + ROW_PAD, stride);
 }
 
@@ -321,4 +322,5 @@ static void ATTEND(merge)(const struct attention_task *task, float *partials, in
 }
 
 #undef SCORE_STRIDE
+#undef WEIGHT_STRIDE
 #undef STATE_STRIDE

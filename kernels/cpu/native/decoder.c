@@ -20,6 +20,8 @@
 
 enum { OUTCOME_DONE = 0, OUTCOME_ENDED = 1, OUTCOME_NO_MEMORY = 2 };
 
+enum { PART_BYTES = 4096 }; /* what a buffer of a pass is a multiple of */
+
 struct pass {
     const struct pdk_path *path;
     const struct products *products;
@@ -50,12 +52,6 @@ struct pass {
     bool ended;
 };
 
-static void *room(size_t bytes)
-{
-    void *memory = aligned_alloc(4096, (size_t)rounded_up((int64_t)bytes + 1, 4096));
-    return memory;
-}
-
 static void locate_rows(struct pass *pass)
 {
     for (int64_t s = 0; s < pass->batch->sequence_count; s++) {
@@ -70,49 +66,61 @@ static void locate_rows(struct pass *pass)
 static void pass_free(struct pass *pass)
 {
     attention_plan_free(&pass->plan);
-    free(pass->positions);
-    free(pass->sequences);
-    free(pass->x);
-    free(pass->qkv);
-    free(pass->gate_up);
-    free(pass->operand);
-    free(pass->attended);
-    free(pass->gated);
-    free(pass->own);
-    free(pass->normed);
-    free(pass->turned);
     free(pass->scratch);
 }
 
-/* Memory for rows of an operand; what pads them is zero. */
-static char *make_operand(const struct pass *pass, size_t rows, int64_t size)
+/* The next `bytes` of a pass's memory. */
+static void *take(char *memory, int64_t *used, int64_t bytes)
 {
-    const int64_t bytes = pass->products->operand_bytes, stride = operand_stride(size), padding = product_k(size) - size;
-    char *operand = room(rows * (size_t)(stride * bytes));
-    for (size_t row = 0; operand && padding && row < rows; row++)
-        memset(operand + ((int64_t)row * stride + size) * bytes, 0, (size_t)(padding * bytes));
-    return operand;
+    void *part = memory + *used;
+    *used += rounded_up(bytes, PART_BYTES);
+    return part;
+}
+
+/* Lay the buffers out from `memory` on; the bytes of all. */
+static int64_t lay_out(struct pass *pass, char *memory)
+{
+    const struct pdk_decoder *decoder = pass->decoder;
+    const int64_t rows = max_of(pass->batch->row_count, pass->batch->logit_count) + ROW_PAD;
+    const int64_t row_bytes = rows * pass->products->operand_bytes;
+    int64_t used = 0;
+    pass->positions = take(memory, &used, rows * (int64_t)sizeof *pass->positions);
+    pass->sequences = take(memory, &used, rows * (int64_t)sizeof *pass->sequences);
+    pass->x = take(memory, &used, rows * decoder->hidden_size * 4);
+    pass->qkv = take(memory, &used, rows * pass->qkv_size * 4);
+    pass->operand = take(memory, &used, row_bytes * operand_stride(decoder->hidden_size));
+    pass->attended = take(memory, &used, row_bytes * operand_stride(decoder->heads * decoder->head_dim));
+    pass->gated = take(memory, &used, row_bytes * operand_stride(decoder->intermediate_size));
+    pass->own = take(memory, &used,
+                     pass->threads * (FEW_ROWS + ROW_PAD) * pass->widest * pass->products->operand_bytes);
+    pass->normed = take(memory, &used, pass->threads * pass->widest * 4);
+    pass->turned = take(memory, &used, pass->threads * pass->qkv_size * 4);
+    pass->gate_up = NULL;
+    if (!can_gate(&decoder->layers[0].gate_up))
+        pass->gate_up = take(memory, &used, rows * decoder->intermediate_size * 8);
+    return used;
+}
+
+/* Zero what pads an operand's rows; nobody writes there. */
+static void pad_operand(const struct pass *pass, char *operand, int64_t size)
+{
+    const int64_t rows = max_of(pass->batch->row_count, pass->batch->logit_count) + ROW_PAD;
+    const int64_t bytes = pass->products->operand_bytes, padding = product_k(size) - size;
+    for (int64_t row = 0; padding && row < rows; row++)
+        memset(operand + (row * operand_stride(size) + size) * bytes, 0, (size_t)(padding * bytes));
 }
 
 static bool make_buffers(struct pass *pass)
 {
     const struct pdk_decoder *decoder = pass->decoder;
-    const size_t rows = (size_t)(max_of(pass->batch->row_count, pass->batch->logit_count) + ROW_PAD);
-    const size_t threads = (size_t)pass->threads, widest = (size_t)pass->widest;
-    pass->positions = malloc(rows * sizeof *pass->positions);
-    pass->sequences = malloc(rows * sizeof *pass->sequences);
-    pass->x = room(rows * (size_t)decoder->hidden_size * 4);
-    pass->qkv = room(rows * (size_t)pass->qkv_size * 4);
-    pass->operand = make_operand(pass, rows, decoder->hidden_size);
-    pass->attended = make_operand(pass, rows, decoder->heads * decoder->head_dim);
-    pass->gated = make_operand(pass, rows, decoder->intermediate_size);
-    pass->own = room(threads * (FEW_ROWS + ROW_PAD) * widest * (size_t)pass->products->operand_bytes);
-    pass->gate_up = can_gate(&decoder->layers[0].gate_up) ? NULL : room(rows * (size_t)decoder->intermediate_size * 8);
-    pass->normed = room(threads * widest * 4);
-    pass->turned = room(threads * (size_t)pass->qkv_size * 4);
-    return pass->positions && pass->sequences && pass->x && pass->qkv && pass->operand && pass->attended &&
-           pass->gated && pass->own && pass->normed && pass->turned &&
-           (pass->gate_up || can_gate(&decoder->layers[0].gate_up));
+    char *memory = pool_shared(pass->pool, lay_out(pass, NULL));
+    if (!memory)
+        return false;
+    lay_out(pass, memory);
+    pad_operand(pass, pass->operand, decoder->hidden_size);
+    pad_operand(pass, pass->attended, decoder->heads * decoder->head_dim);
+    pad_operand(pass, pass->gated, decoder->intermediate_size);
+    return true;
 }
 
 static bool make_scratch(struct pass *pass)

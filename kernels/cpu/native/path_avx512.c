@@ -1,5 +1,5 @@
-/* AVX-512 with its bfloat16 dot product: vectors of 16, two products of a pair an instruction. Compiled everywhere and
- * tested through emulation; not yet run natively. */
+/* AVX-512 with its bfloat16 dot product: vectors of 16, two products of a pair an instruction. Run natively on Sapphire
+ * Rapids; elsewhere tested through emulation. */
 #define LANES 16
 #ifdef PDK_EMULATED /* few registers, and much less to compile */
 #define NARROW_ROWS 3
