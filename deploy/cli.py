@@ -1,8 +1,8 @@
 """The pdserve command.
 
 Exit codes: 0 done, 1 it failed (the cluster, a request, or nobody reads the output any more), 2 a setting or argument
-is wrong, 130 Ctrl-C, 143 SIGTERM while a cluster starts. One clear line each time. Output goes to stdout, all else to
-stderr; with --json stdout has JSON only.
+is wrong, 130 Ctrl-C, 129 and 143 SIGHUP and SIGTERM while a cluster starts. One clear line each time. Output goes to
+stdout, all else to stderr; with --json stdout has JSON only.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def up(
         "transfer": {"mode": transfer},
         "router": {"grpc_port": port},
     }
-    settings = _absolute(_config(config, flags))
+    settings = _config(config, flags)
     if detach:
         _start_detached(settings, sys.argv[1:], json_output)
     else:
@@ -277,37 +277,34 @@ def run_cluster(config: Config, json_output: bool, under_test: UnderTest | None 
     """Run a cluster in this process until it is told to end."""
     from deploy.cluster import LocalCluster
 
-    def progress(stage: str) -> None:
-        exit_on_signals()  # at every stage, because Ray puts its own handler in place when it starts
-        if not json_output:
-            _out.print(f"starting {stage} ...")
-
+    config = _absolute(config)
     logs.configure(config.logging.level, "up")
-    if not json_output:
-        _print_config(config)
-    begin = time.monotonic()
-    os.chdir("/")  # the directory in which it was started is the user's to remove
-    with streams.libraries_silent() if json_output else contextlib.nullcontext():
-        started = LocalCluster(config, progress, under_test)
-    with started as cluster:
-        info = cluster.info()
-        if not json_output:
+    with streams.libraries_silent() as own:
+        out = Console(file=own, highlight=False, quiet=json_output)
+
+        def progress(stage: str) -> None:
+            exit_on_signals()  # at every stage, because Ray puts its own handler in place when it starts
+            out.print(f"starting {stage} ...")
+
+        _print_config(config, out)
+        begin = time.monotonic()
+        os.chdir("/")  # the directory in which it was started is the user's to remove
+        with LocalCluster(config, progress, under_test) as cluster:
+            info = cluster.info()
             stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in cluster.stage_seconds.items())
             took = f"after {time.monotonic() - begin:.1f} s ({stages})"
-            _out.print(f"{cluster.model} serves at {', '.join(cluster.grpc_addresses)} {took}")
-        _report(info, cluster.grpc_addresses, json_output)
-        if not json_output:
-            _out.print("Ctrl-C stops it")
-        with contextlib.suppress(KeyboardInterrupt, SystemExit):
-            threading.Event().wait()
-        if not json_output:
-            _out.print("stopping ...")
-        for number in STOP_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
+            out.print(f"{cluster.model} serves at {', '.join(cluster.grpc_addresses)} {took}")
+            _report(info, cluster.grpc_addresses, json_output, out)
+            out.print("Ctrl-C stops it")
+            with contextlib.suppress(KeyboardInterrupt, SystemExit):
+                threading.Event().wait()
+            out.print("stopping ...")
+            for number in STOP_SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
 
 
-def _print_config(config: Config) -> None:
-    _out.print(f"config: {json.dumps(config.as_dict())}", markup=False, soft_wrap=True)
+def _print_config(config: Config, out: Console) -> None:
+    out.print(f"config: {json.dumps(config.as_dict())}", markup=False, soft_wrap=True)
 
 
 def _start_detached(config: Config, arguments: list[str], json_output: bool) -> None:
@@ -315,7 +312,7 @@ def _start_detached(config: Config, arguments: list[str], json_output: bool) -> 
     runtime = RuntimeDirectory(config.cluster.runtime_dir)
     exit_on_signals()
     if not json_output:
-        _print_config(config)
+        _print_config(config, _out)
     command = [sys.executable, "-P", "-m", "deploy", *(a for a in arguments if a != "--detach")]
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
@@ -350,12 +347,12 @@ def _wait_healthy(process: subprocess.Popen[bytes], runtime: RuntimeDirectory, t
     raise Unavailable(f"the cluster did not start within {timeout_s:g} s; its logs are in {runtime.logs}")
 
 
-def _report(info: ServerInfo, routers: list[str], json_output: bool) -> None:
+def _report(info: ServerInfo, routers: list[str], json_output: bool, out: Console = _out) -> None:
     """`routers`: the addresses of all; `info` is what one of them says."""
     if json_output:
-        streams.print_json(_status_object(info, routers))
+        streams.print_json(_status_object(info, routers), file=out.file)
     else:
-        _print_status(info, routers)
+        _print_status(info, routers, out)
 
 
 def _status_object(info: ServerInfo, routers: list[str]) -> dict[str, Any]:
@@ -383,8 +380,8 @@ def _status_object(info: ServerInfo, routers: list[str]) -> dict[str, Any]:
     }
 
 
-def _print_status(info: ServerInfo, routers: list[str]) -> None:
-    _out.print(f"model {info.model}  grpc {', '.join(routers)}  sessions {info.session_address}", soft_wrap=True)
+def _print_status(info: ServerInfo, routers: list[str], out: Console) -> None:
+    out.print(f"model {info.model}  grpc {', '.join(routers)}  sessions {info.session_address}", soft_wrap=True)
     headings = ("worker", "role", "pid", "state", "queue", "requests", "free", "cached", "leased")
     table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in headings:
@@ -393,7 +390,7 @@ def _print_status(info: ServerInfo, routers: list[str]) -> None:
         counts = (worker.pid, worker.state, worker.queue, worker.requests)
         blocks = (worker.blocks.free, worker.blocks.cached, worker.blocks.leased)
         table.add_row(worker.worker_id, worker.role, *(str(value) for value in (*counts, *blocks)))
-    _out.print(table)
+    out.print(table)
 
 
 def _result_object(result: Result) -> dict[str, Any]:

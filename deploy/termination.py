@@ -11,7 +11,7 @@ import signal
 import threading
 from collections.abc import Callable
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def on_sigterm(leave: Callable[[], None]) -> None:
@@ -24,8 +24,8 @@ def on_sigterm(leave: Callable[[], None]) -> None:
 
 
 def exit_on_signals() -> None:
-    """Ctrl-C and SIGTERM unwind the main thread, so that whatever has been started is stopped. Call it again whenever
-    Ray has started: it puts handlers of its own in place."""
+    """Ctrl-C, SIGTERM and the end of the terminal unwind the main thread, so that whatever has been started is stopped.
+    Call it again whenever Ray has started: it puts handlers of its own in place."""
 
     def leave(number: int, frame: object) -> None:
         if number == signal.SIGINT:
@@ -33,7 +33,8 @@ def exit_on_signals() -> None:
         raise SystemExit(128 + number)
 
     for number in STOP_SIGNALS:
-        signal.signal(number, leave)
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup: it outlives the terminal
+            signal.signal(number, leave)
 
 
 def _wait(reader: int, leave: Callable[[], None]) -> None:

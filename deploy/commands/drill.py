@@ -6,9 +6,7 @@ Exit codes: 0 every drill passed (in `all`, or could not be held here and says w
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -77,15 +75,15 @@ def run(
     if html is not None and not html.absolute().parent.is_dir():
         raise ConfigError(f"--html {html}: there is no directory {html.absolute().parent}")
     settings = replace(Settings(), seed=seed, duration_s=duration, streams=streams)
-    with contextlib.ExitStack() as stack:
-        own = stack.enter_context(libraries_silent()) if json_output else sys.stdout
-        progress = SilentProgress() if json_output else LiveProgress(_out)
+    outcomes = []
+    with libraries_silent() as own:
+        out = Console(file=own, highlight=False)
+        progress = SilentProgress() if json_output else LiveProgress(out)
         clusters = (
             UsersCluster([part.strip() for part in target.split(",")])
             if target
             else OwnClusters(drill_config(load_config(config) if config else Config()), progress, defect)
         )
-        outcomes = []
         with clusters, progress:
             for outcome in hold_all(drills, clusters, settings, progress):
                 outcomes.append(outcome)
@@ -93,7 +91,7 @@ def run(
                     print_json(outcome.verdict.as_dict(), file=own, indent=None)
                 else:
                     progress.pause()
-                    print_outcome(_out, outcome)
+                    print_outcome(out, outcome)
     counts = Counter(outcome.verdict.status.value for outcome in outcomes)
     if json_output:
         print_json({"summary": True, "seed": seed, **counts}, indent=None)

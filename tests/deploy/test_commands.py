@@ -12,6 +12,7 @@ import pytest
 from deploy import cli, runtime, streams
 from deploy.runtime import RuntimeDirectory
 from pdserve import machine
+from pdserve.config import Config
 
 COMMANDS = (("status",), ("generate", "Hello"), ("drain", "decode-0"), ("down",), ("up",))
 every_command = pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
@@ -179,3 +180,13 @@ def test_who_prints_meanwhile_prints_to_stderr(capsys):
 
 def test_the_marker_has_a_name_of_its_own():
     assert runtime.MARKER not in ("lock", "logs", "ray", "kv")
+
+
+def test_paths_stay_what_they_are_in_another_working_directory(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HOME", "/home/someone")
+    relative = Config().override({"model": {"path": "a/b"}, "cluster": {"runtime_dir": "run"}}, "test")
+    absolute = cli._absolute(relative)
+    assert (absolute.model.path, absolute.cluster.runtime_dir) == (f"{folder}/a/b", f"{folder}/run")
+    assert cli._absolute(Config().override({"model": {"path": "~/m"}}, "test")).model.path == "/home/someone/m"
+    assert cli._absolute(Config()) == Config()
