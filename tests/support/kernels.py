@@ -40,6 +40,16 @@ def make_stalling() -> CpuKernels:
     return CpuKernels("portable", _built(PORTABLE_ONLY, STALLS))
 
 
+def make_native_and_emulated(path: str) -> tuple[CpuKernels, CpuKernels]:
+    """A path on this machine's instructions and over plain C. Skips the test where the machine lacks them."""
+    _built()
+    try:
+        native = CpuKernels(path)
+    except ConfigError:
+        pytest.skip(f"this machine cannot run the path {path}")
+    return native, CpuKernels(path, _built(EMULATED))
+
+
 def _cpu_kernels(path: str) -> CpuKernels:
     _built()
     try:

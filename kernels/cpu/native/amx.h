@@ -2,6 +2,7 @@
 #ifndef PDK_AMX_H
 #define PDK_AMX_H
 
+#include <math.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
@@ -30,15 +31,24 @@ static inline void tile_stored(int tile, void *to, int64_t stride)
         memcpy((char *)to + row * stride, emulated_tiles[tile].rows[row], 64);
 }
 
+/* The instruction takes and gives what is below float32's normal range as zero. */
+static inline float flushed(float value) { return fabsf(value) < 0x1p-126f ? copysignf(0.0f, value) : value; }
+
 static inline float emulated_half(uint32_t pair, int odd)
 {
     const uint32_t bits = odd ? pair & 0xffff0000u : pair << 16;
     float value;
     memcpy(&value, &bits, 4);
-    return value;
+    return flushed(value);
 }
 
-/* Even and odd products are summed apart and joined once at the end, as the instruction is documented to do. */
+static inline float emulated_fma(uint32_t a, uint32_t b, int odd, float sum)
+{
+    return flushed(fmaf(emulated_half(a, odd), emulated_half(b, odd), sum));
+}
+
+/* A chain of fused products over the even K and one over the odd, joined and then added: the bits of the instruction on
+ * Sapphire Rapids. */
 static inline void tile_dpbf16ps(int sums, int left, int right)
 {
     for (int row = 0; row < 16; row++) {
@@ -48,13 +58,13 @@ static inline void tile_dpbf16ps(int sums, int left, int right)
             memcpy(&a, emulated_tiles[left].rows[row] + 4 * k, 4);
             memcpy(b, emulated_tiles[right].rows[k], 64);
             for (int column = 0; column < 16; column++) {
-                even[column] = even[column] + emulated_half(a, 0) * emulated_half(b[column], 0);
-                odd[column] = odd[column] + emulated_half(a, 1) * emulated_half(b[column], 1);
+                even[column] = emulated_fma(a, b[column], 0, even[column]);
+                odd[column] = emulated_fma(a, b[column], 1, odd[column]);
             }
         }
         memcpy(total, emulated_tiles[sums].rows[row], 64);
         for (int column = 0; column < 16; column++)
-            total[column] += even[column] + odd[column];
+            total[column] = flushed(total[column] + flushed(even[column] + odd[column]));
         memcpy(emulated_tiles[sums].rows[row], total, 64);
     }
 }
