@@ -25,7 +25,7 @@ from worker.control import Control
 from worker.spec import WorkerSpec
 
 # Streams that a defect leaves without an end are waited for until then.
-IMPATIENT = replace(SMALL, request_timeout_s=6.0)
+IMPATIENT = replace(SMALL, request_timeout_s=10.0)
 CASES = [
     ("fence", "kill-router", ("lost", "repeated", "changed")),  # as both attempts' tokens happen to mix
     ("free-early", "cancel-storm", ("changed",)),
