@@ -27,11 +27,11 @@ demo: setup
 
 # Two processes: one has all tests that start a cluster, the other the rest (tests/conftest.py).
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations=25
+	$(BIN)/python -m pytest -n 2 --dist loadscope --durations=25
 
 # The same, with ten times as many seeds, examples and rounds where a proof has any (tests/support/length.py).
 test-all: setup
-	PDSERVE_TESTS=long $(BIN)/python -m pytest -n 2 --dist loadgroup --durations=25
+	PDSERVE_TESTS=long $(BIN)/python -m pytest -n 2 --dist loadscope --durations=25
 
 # Twenty rounds of every kill test, on one cluster.
 failover: setup

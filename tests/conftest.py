@@ -38,13 +38,26 @@ def llama(tmp_path_factory):
     return write_tiny_checkpoint(tmp_path_factory.mktemp("llama"), "llama", shape=shape)
 
 
-@pytest.hookimpl(tryfirst=True)
+# Where tests start clusters. They stay in one of several processes: a process can hold one cluster, and two clusters at
+# a time would be too much for two cores. All of these carry the mark `cluster`, and no other test does.
+_CLUSTER_TESTS = ("tests/cluster/", "tests/newcomer/", "tests/drills/test_defects.py", "tests/deploy/test_start.py")
+
+
 def pytest_collection_modifyitems(config, items):
-    """Tests that start a cluster are one group, which `--dist loadgroup` keeps in one process: one cluster runs at a
-    time. tests/cluster comes last of them: its cluster lives from then on, and a process can hold only one."""
+    """tests/cluster comes last: its cluster lives from then on."""
     for item in items:
-        if item.get_closest_marker("cluster"):
-            item.add_marker(pytest.mark.xdist_group("cluster"))
-    items.sort(key=lambda item: item.path.parent.name == "cluster")
-    if hasattr(config, "workerinput"):  # one of several processes: the group takes longest, so one begins with it
-        items.sort(key=lambda item: item.get_closest_marker("cluster") is None)
+        if item.nodeid.startswith(_CLUSTER_TESTS) != (item.get_closest_marker("cluster") is not None):
+            raise pytest.UsageError(f"{item.nodeid}: the mark `cluster` and {__file__}'s list of places disagree")
+    items.sort(key=lambda item: item.nodeid.startswith("tests/cluster/"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Tests go to whichever process is free, but those that start clusters all to one: `--dist loadscope`."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class OneProcessForClusters(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return "clusters" if nodeid.startswith(_CLUSTER_TESTS) else nodeid
+
+    return OneProcessForClusters(config, log)

@@ -13,6 +13,8 @@ from deploy.cluster import LocalCluster
 from pdserve.config import Config
 from pdserve.errors import Unavailable
 
+pytestmark = pytest.mark.cluster
+
 WHEN_GRPC_COMES = """
 import os, sys
 class Watch:

@@ -33,8 +33,9 @@ CASES = [
     ("drop-terminal", "lose-all-decode", ("without_terminal",)),
 ]
 
+pytestmark = pytest.mark.cluster
 
-@pytest.mark.cluster
+
 @pytest.mark.parametrize(("defect", "name", "figures"), CASES, ids=[case[0] for case in CASES])
 def test_a_defect_is_found(small_checkpoint, defect, name, figures):
     (drill,) = find(name)
