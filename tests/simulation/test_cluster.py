@@ -61,7 +61,7 @@ _TROUBLE = (
     "drain",
     "leave",
     "poisonous crash",
-    "preempted import",
+    "preempted delivery",
     "inexact",
     "several outputs",
     "prompt shared",
