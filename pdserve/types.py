@@ -147,8 +147,7 @@ class BlockCounts:
 class Load:
     """What a worker tells the routers about itself, several times a second.
 
-    `queued`: requests that wait for blocks or KV. `running`: requests in the batch, or, on a prefill
-    worker, prompts in computation and KV not yet acknowledged. `draining`: it finishes what it
+    `queued`: requests that wait for blocks or KV. `running`: requests in the batch. `draining`: it finishes what it
     has and wants nothing new.
     """
 

@@ -84,7 +84,8 @@ class Control:
         self._sessions: dict[str, Session] = {}
         self._draining = False
         self._noted: set[str] = set()  # the routers that have read that it drains
-        self._leaving = False
+        self._leaving = False  # from `leave` on, for good
+        self._has_left = False
         self._waits_for_routers = False
 
     @property
@@ -129,8 +130,8 @@ class Control:
             self._left()
 
     def _left(self) -> None:
-        if self._leaving:
-            self._leaving = False
+        if not self._has_left:
+            self._has_left = True
             self._observer.left(len(self.owners))
 
     # The sessions' events.

@@ -288,6 +288,18 @@ def test_who_leaves_does_not_serve_again(bed: Bed) -> None:
     assert bed.control.load.draining
 
 
+def test_who_has_left_does_not_serve_again_either(bed: Bed) -> None:
+    bed.control.leave(5.0)
+    bed.tell(noted())
+    assert bed.left_behind == [0]
+    bed.tell(drain(cancel=True))
+    bed.control.leave(5.0)
+    assert bed.control.load.draining
+    for _, call in bed.turns.timers:
+        call()
+    assert bed.left_behind == [0]
+
+
 def test_being_told_twice_to_leave_changes_nothing(bed: Bed) -> None:
     bed.control.leave(5.0)
     bed.control.leave(1.0)
