@@ -13,6 +13,8 @@ from pdserve import logs
 
 _log = logs.logger("worker")
 
+_CANCEL_TIMEOUT_S = 1.0  # for what a cancelled task still has to do
+
 _Result = TypeVar("_Result")
 
 
@@ -67,8 +69,10 @@ class ControlLoop:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_forever()
-            for task in asyncio.all_tasks(self._loop):  # of streams that did not end in time
+            left = asyncio.all_tasks(self._loop)  # of streams that did not end in time
+            for task in left:
                 task.cancel()
-            self._loop.run_until_complete(asyncio.sleep(0))
+            if left:
+                self._loop.run_until_complete(asyncio.wait(left, timeout=_CANCEL_TIMEOUT_S))
         finally:
             self._loop.close()

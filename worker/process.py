@@ -95,6 +95,7 @@ class Worker:
         self._streams = SessionStreams(spec.router_addresses, self._session, clock, self._loop.turn)
         self._done = threading.Event()  # nothing is left here, or the time for it is over
         self._stopping = threading.Event()
+        self._stop_once = threading.Lock()
         self._engine_thread = threading.Thread(target=self._step_forever, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -106,15 +107,19 @@ class Worker:
         _log.info("worker serves", worker=self.info.incarnation, role=self.info.role.value)
 
     def stop(self) -> None:
-        """Leave the routers in order, end the threads, remove the socket. Bounded in time."""
-        try:
-            self._loop.run(self._streams.close(), _CLOSE_TIMEOUT_S)
-        except TimeoutError:
-            _log.error("the sessions did not end", timeout_s=_CLOSE_TIMEOUT_S)
-        self._loop.close()
-        self._stopping.set()
-        self._engine_thread.join(timeout=10.0)
-        self._link.close()
+        """Leave the routers in order, end the threads, remove the socket. Bounded in time. A second call, as one during
+        the drain after a SIGTERM, waits for the end of the first."""
+        with self._stop_once:
+            if self._stopping.is_set():
+                return
+            try:
+                self._loop.run(self._streams.close(), _CLOSE_TIMEOUT_S)
+            except TimeoutError:
+                _log.error("the sessions did not end", timeout_s=_CLOSE_TIMEOUT_S)
+            self._loop.close()
+            self._stopping.set()
+            self._engine_thread.join(timeout=10.0)
+            self._link.close()
 
     def drain_and_stop(self, timeout_s: float) -> None:
         """Take nothing new, finish what is here, send what is computed; then stop. What is left after `timeout_s` goes

@@ -21,6 +21,7 @@ from typing import Final, Protocol
 
 from pdserve import logs
 from pdserve.clock import Clock
+from pdserve.errors import PdserveError
 from pdserve.rpc import cluster_pb2 as pb
 from pdserve.rpc import convert
 from pdserve.rpc.outbox import MAX_UNSENT, Outbox
@@ -109,7 +110,10 @@ class RouterSession:
             return
         self._silent_at = self._clock.now() + self._timeout_s
         if self.router:
-            self._events.on_message(self, message)
+            try:
+                self._events.on_message(self, message)
+            except PdserveError as error:
+                self._break(f"router sends what makes no sense: {error}")
         elif message.HasField("welcome"):
             self._open(message.welcome)
         else:

@@ -176,6 +176,7 @@ def test_a_worker_that_was_told_to_stop_with_streams_left_ends_in_order(small_ch
             stream = iter(client.generate("Hello", temperature=0, max_tokens=3000, ignore_eos=True))
             next(stream)
             worker.stop()
+            worker.stop()
             with pytest.raises(Unavailable):
                 list(stream)
     assert left == [("the worker ended its session", False)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 
@@ -61,3 +62,22 @@ def test_after_its_end_nothing_is_called_any_more() -> None:
     bed.loop.post(called.set)
     assert not called.is_set()
     bed.loop.close()
+
+
+def test_a_task_that_is_cut_off_at_the_end_still_does_what_it_has_to() -> None:
+    bed, begun, ended = Bed(), threading.Event(), threading.Event()
+    bed.loop.start()
+
+    async def stream() -> None:
+        try:
+            begun.set()
+            await asyncio.sleep(WAIT_S)
+        finally:
+            await asyncio.sleep(0.01)
+            ended.set()
+
+    bed.loop.post(lambda: tasks.append(asyncio.get_running_loop().create_task(stream())))
+    tasks: list[asyncio.Task[None]] = []
+    assert begun.wait(WAIT_S)
+    bed.loop.close()
+    assert ended.is_set()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pdserve.clock import ManualClock
+from pdserve.errors import ProtocolError
 from pdserve.rpc import cluster_pb2 as pb
 from pdserve.rpc import convert
 from pdserve.types import Load, ModelLimits, Role, WorkerInfo
@@ -109,6 +110,16 @@ def test_no_welcome_within_five_seconds_ends_it_and_nobody_hears_of_it(bed: Bed)
 
 
 def test_a_router_that_does_not_begin_with_a_welcome_is_left(bed: Bed) -> None:
+    bed.session.on_message(RENEW)
+    assert bed.session.over
+
+
+def test_a_message_that_makes_no_sense_ends_the_session_and_no_more(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(session: RouterSession, message: pb.RouterMessage) -> None:
+        raise ProtocolError("strange")
+
+    bed.open()
+    monkeypatch.setattr(bed, "on_message", refuse)
     bed.session.on_message(RENEW)
     assert bed.session.over
 
