@@ -76,8 +76,8 @@ def test_a_task_that_is_cut_off_at_the_end_still_does_what_it_has_to() -> None:
             await asyncio.sleep(0.01)
             ended.set()
 
-    bed.loop.post(lambda: tasks.append(asyncio.get_running_loop().create_task(stream())))
     tasks: list[asyncio.Task[None]] = []
+    bed.loop.post(lambda: tasks.append(asyncio.get_running_loop().create_task(stream())))
     assert begun.wait(WAIT_S)
     bed.loop.close()
     assert ended.is_set()
