@@ -131,27 +131,29 @@ def _prefill(bench: _Bench, threads: int, under_load: bool) -> EngineRow:
 
 
 class _ForwardClock:
-    """While entered, adds up the seconds that `decoder.forward` takes."""
+    """While entered, adds up the seconds that `decoder.forward_checked` takes."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
-        self._forward = decoder.forward
+        self._forward = decoder.forward_checked
         self.seconds = 0.0
 
     def __enter__(self) -> _ForwardClock:
-        self._decoder.forward = self._timed  # type: ignore[method-assign]
+        self._decoder.forward_checked = self._timed  # type: ignore[method-assign]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        del self._decoder.forward
+        del self._decoder.forward_checked
 
-    def _timed(self, batch: StepBatch, cache: object, after_layer: AfterLayer | None = None) -> torch.Tensor:
+    def _timed(
+        self, batch: StepBatch, cache: object, after_layer: AfterLayer | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         begin = time.perf_counter()
-        logits = self._forward(batch, cache, after_layer)
+        result = self._forward(batch, cache, after_layer)
         self.seconds += time.perf_counter() - begin
-        return logits
+        return result
 
 
 class _Bench:

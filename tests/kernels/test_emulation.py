@@ -7,6 +7,7 @@ import torch
 
 from kernels import CacheShape, SequenceRows
 from kernels.ops import slots_of
+from pdserve.kv_format import KVFormat
 from support.kernels import make_native_and_emulated
 
 
@@ -33,7 +34,8 @@ def test_attention_has_the_bits_of_the_instructions(head_dim: int, heads: int, k
     q, k, v = (random(tokens, count, head_dim, seed=count) for count in (heads, kv_heads, kv_heads))
     results = []
     for kernels in make_native_and_emulated("amx"):
-        cache = kernels.make_cache(CacheShape(1, len(blocks), 32, kv_heads, head_dim, torch.bfloat16))
+        shape = CacheShape(KVFormat(1, kv_heads, head_dim, "bfloat16"), len(blocks), 32)
+        cache = kernels.make_cache(shape)
         kernels.write_kv(cache, 0, slots_of(blocks, 0, tokens, 32), k, v)
         results.append(kernels.attention(q, cache, 0, (SequenceRows(0, tokens, 0, blocks),), head_dim**-0.5))
     assert torch.equal(*results)
